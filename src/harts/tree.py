@@ -1,0 +1,238 @@
+"""PrefixTree: the trie of a batch of trajectories, one row per distinct token.
+
+Shape suffixes: B trajectories, N tokens of all trajectories, T rows (distinct tokens of the tree), S segments.
+A suffix 1 is one more entry (`offset_B1`: B + 1 offsets). Ranges are half-open; -1 occurs only as "no parent".
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harts.trajectory import Trajectory
+
+__all__ = ["PrefixTree", "Share"]
+
+Ints = NDArray[np.int64]
+
+Share = Literal["tree", "prefix", "none"]
+"""What is merged: `tree` every common prefix, `prefix` a row into one that continues all of it, `none` nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """A forest of token ids in which every distinct prefix token is one row.
+
+    Rows are numbered in depth-first preorder, subtrees in the order of their tokens, so that the numbering depends
+    on the set of trajectories and not on their order. A row whose parent is the row before it continues its run; if
+    row t has a child, t + 1 is one. Duplicates and prefixes of other trajectories stay trajectories of their own.
+
+    Attributes:
+        trajectories: as given to `build`.
+        offset_B1: int64 [B+1]: tokens of trajectory i are `offset_B1[i]:offset_B1[i+1]` of the N tokens.
+        row_of_N: int64 [N]: row of each token, trajectory after trajectory.
+        token_ids_T: int32 [T].
+        parent_T: int64 [T]: row of the token before; -1 at a root.
+        depth_T: int64 [T]: number of tokens before it on its path, which is its position id.
+        start_S: int64 [S]: first row of each segment (maximal run of rows with one set of trajectories through it).
+        parent_S: int64 [S]: the segment that it continues; -1 at a root. Always smaller than the segment itself.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    offset_B1: Ints
+    row_of_N: Ints
+    token_ids_T: NDArray[np.int32]
+    parent_T: Ints
+    depth_T: Ints
+    start_S: Ints
+    parent_S: Ints
+
+    @staticmethod
+    def build(trajectories: Sequence[Trajectory], *, share: Share = "tree") -> "PrefixTree":
+        """Merges trajectories into a tree, in O(N + B log B) token comparisons, without recursion.
+
+        Args:
+            trajectories: at least one. All groups go into one tree: they may share a system prompt.
+            share: `"tree"` merges every common prefix. `"prefix"` merges a trajectory only into one that continues
+                all of it, `"none"` merges nothing: the two baselines.
+
+        Raises:
+            ValueError: no trajectory was given, or `share` is unknown.
+        """
+        if share not in ("tree", "prefix", "none"):
+            raise ValueError(f"share: expected 'tree', 'prefix' or 'none', came {share!r}")
+        if len(trajectories) == 0:
+            raise ValueError("trajectories: expected at least one, came none; there is nothing to train on")
+        symbols = _symbols(trajectories)
+        raw = [array.tobytes() for array in symbols]
+        # Any total order of symbols puts common prefixes side by side and a prefix before what continues it.
+        order = sorted(range(len(raw)), key=raw.__getitem__)
+        common = _common_with_previous(symbols, order, share)
+        return _number_rows(tuple(trajectories), order, common)
+
+    # -- sizes --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_trajectories(self) -> int:
+        """B: number of trajectories."""
+        return len(self.trajectories)
+
+    @property
+    def num_tokens(self) -> int:
+        """N: tokens of all trajectories, shared ones counted once per trajectory."""
+        return len(self.row_of_N)
+
+    @property
+    def num_rows(self) -> int:
+        """T: distinct tokens."""
+        return len(self.token_ids_T)
+
+    @property
+    def num_segments(self) -> int:
+        """S: number of segments."""
+        return len(self.start_S)
+
+    @property
+    def sharing(self) -> float:
+        """Tokens per row: N / T."""
+        return self.num_tokens / self.num_rows
+
+    # -- maps ---------------------------------------------------------------------------------------------------
+
+    def rows_of(self, trajectory: int) -> Ints:
+        """Rows of one trajectory's tokens, int64 [L]: its path from the root."""
+        return self.row_of_N[self.offset_B1[trajectory] : self.offset_B1[trajectory + 1]]
+
+    @cached_property
+    def length_S(self) -> Ints:
+        """int64 [S]: rows of each segment."""
+        return np.diff(np.append(self.start_S, self.num_rows))
+
+    @cached_property
+    def depth_S(self) -> Ints:
+        """int64 [S]: depth of each segment's first row."""
+        return self.depth_T[self.start_S]
+
+    @cached_property
+    def segment_of_T(self) -> Ints:
+        """int64 [T]: segment of each row."""
+        return np.repeat(np.arange(self.num_segments), self.length_S)
+
+    @cached_property
+    def end_segment_B(self) -> Ints:
+        """int64 [B]: the segment in which each trajectory ends (always with the segment's last row)."""
+        last_row_B = self.row_of_N[self.offset_B1[1:] - 1]
+        return np.searchsorted(self.start_S, last_row_B, side="right") - 1
+
+    @cached_property
+    def multiplicity_S(self) -> Ints:
+        """int64 [S]: number of trajectories through each segment."""
+        return self.sum_over_subtrees(np.bincount(self.end_segment_B, minlength=self.num_segments))
+
+    @cached_property
+    def multiplicity_T(self) -> Ints:
+        """int64 [T]: number of trajectories through each row."""
+        return np.repeat(self.multiplicity_S, self.length_S)
+
+    @cached_property
+    def trained_T(self) -> NDArray[np.bool_]:
+        """bool [T]: rows whose token is trained in at least one trajectory."""
+        mask_N = np.concatenate([trajectory.loss_mask for trajectory in self.trajectories])
+        trained_T = np.zeros(self.num_rows, np.bool_)
+        trained_T[self.row_of_N[mask_N]] = True
+        return trained_T
+
+    def sum_over_subtrees(self, value_S: Ints) -> Ints:
+        """int64 [S]: for each segment, the sum of `value_S` over itself and all segments below it."""
+        # In preorder the subtree of s is s:stop[s]; children come after their parent, so stops are final in reverse.
+        stop = list(range(1, self.num_segments + 1))
+        parent = self.parent_S.tolist()
+        for segment in range(self.num_segments - 1, -1, -1):
+            above = parent[segment]
+            if above >= 0 and stop[segment] > stop[above]:
+                stop[above] = stop[segment]
+        total_S1 = np.concatenate([[0], np.cumsum(value_S)])
+        return np.asarray(total_S1[stop] - total_S1[:-1], dtype=np.int64)
+
+    def segment_path(self, segment: int) -> list[int]:
+        """Segments from the root down to and including `segment`."""
+        path = []
+        while segment >= 0:
+            path.append(segment)
+            segment = int(self.parent_S[segment])
+        return path[::-1]
+
+    def walk(self) -> Iterator[tuple[int, int]]:
+        """Depth-first preorder over segments as (segment, level), roots at level 0."""
+        level = [0] * self.num_segments
+        for segment, parent in enumerate(self.parent_S.tolist()):
+            if parent >= 0:
+                level[segment] = level[parent] + 1
+            yield segment, level[segment]
+
+
+def _symbols(trajectories: Sequence[Trajectory]) -> list[NDArray[np.void] | NDArray[np.int32]]:
+    """What has to agree for two tokens to merge: the id and, where any trajectory has one, the merge key."""
+    if all(trajectory.merge_keys is None for trajectory in trajectories):
+        return [trajectory.token_ids for trajectory in trajectories]
+    symbols = []
+    for trajectory in trajectories:
+        pair = np.zeros((len(trajectory), 2), np.int64)
+        pair[:, 0] = trajectory.token_ids
+        if trajectory.merge_keys is not None:
+            pair[:, 1] = trajectory.merge_keys
+        symbols.append(pair.view(np.dtype("V16")).reshape(-1))
+    return symbols
+
+
+def _common_with_previous(
+    symbols: Sequence[NDArray[np.void] | NDArray[np.int32]], order: list[int], share: Share
+) -> list[int]:
+    """For each trajectory in sorted order, the number of leading tokens it shares with the one before."""
+    common = [0] * len(order)
+    if share == "none":
+        return common
+    for at in range(1, len(order)):
+        before, here = symbols[order[at - 1]], symbols[order[at]]
+        length = min(len(before), len(here))
+        differs = before[:length] != here[:length]
+        first = int(differs.argmax())
+        shared = first if differs[first] else length
+        common[at] = shared if share == "tree" or shared == len(before) else 0
+    return common
+
+
+def _number_rows(trajectories: tuple[Trajectory, ...], order: list[int], common: list[int]) -> PrefixTree:
+    """Gives each trajectory, in sorted order, new rows for what follows its common prefix."""
+    lengths = np.array([len(trajectory) for trajectory in trajectories])
+    offset_B1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    run_start = np.concatenate([[0], np.cumsum(lengths[order] - common)]).astype(np.int64)
+    num_rows = int(run_start[-1])
+    row_of_N = np.empty(offset_B1[-1], np.int64)
+    token_ids_T = np.empty(num_rows, np.int32)
+    branch_row = np.full(len(order), -1, np.int64)
+    path = row_of_N[:0]
+    for at, trajectory in enumerate(order):
+        shared, first, stop = common[at], run_start[at], run_start[at + 1]
+        rows = row_of_N[offset_B1[trajectory] : offset_B1[trajectory + 1]]
+        rows[:shared] = path[:shared]
+        rows[shared:] = np.arange(first, stop)
+        token_ids_T[first:stop] = trajectories[trajectory].token_ids[shared:]
+        if shared:
+            branch_row[at] = path[shared - 1]
+        path = rows
+    new = run_start[1:] > run_start[:-1]  # an exact duplicate adds no row
+    run_start_R, run_length_R = run_start[:-1][new], np.diff(run_start)[new]
+    parent_T = np.arange(-1, num_rows - 1)
+    parent_T[run_start_R] = branch_row[new]
+    depth_T = np.arange(num_rows) + np.repeat(np.asarray(common)[new] - run_start_R, run_length_R)
+    # The set of trajectories changes where a run starts, behind a branch point and behind a trajectory's end.
+    last_row_B = row_of_N[offset_B1[1:] - 1]
+    starts = np.concatenate([run_start_R, branch_row[branch_row >= 0] + 1, last_row_B + 1])
+    start_S = np.unique(starts[starts < num_rows])
+    parent_row_S = parent_T[start_S]
+    parent_S = np.searchsorted(start_S, parent_row_S, side="right") - 1
+    return PrefixTree(trajectories, offset_B1, row_of_N, token_ids_T, parent_T, depth_T, start_S, parent_S)
