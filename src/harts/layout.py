@@ -1,0 +1,296 @@
+"""PackedTree: one microbatch as the index tensors that the ops read.
+
+Shape suffixes: B trajectories, N tokens of all trajectories, T rows, C chains, E blocks, K gathered keys, U head rows
+(distinct pairs of a row and a temperature that reach the head), M targets (distinct trained pairs of a row and a
+temperature). A suffix 1 is one more entry, 64 a block. Index tensors are int64. A map into T rows uses T itself for
+"no row" (the ops append a row of zeros), a map into M targets uses M; -1 occurs only in `parent_T`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from harts.blocks import BLOCK, BlockTree
+from harts.tree import PrefixTree
+
+__all__ = ["KeyGroup", "PackedTree", "pack"]
+
+Ints = NDArray[np.int64]
+
+CONV_WINDOW = 3
+"""Ancestors that the short convolution reads: its 4 taps less the row itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class _OnDevice:
+    """A frozen set of tensors that moves as one."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device; host-side arrays stay where they are."""
+        moved: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor | _OnDevice):
+                moved[item.name] = value.to(device)
+            elif isinstance(value, tuple) and value and isinstance(value[0], _OnDevice):
+                moved[item.name] = tuple(part.to(device) for part in value)
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyGroup(_OnDevice):
+    """Consecutive chains whose keys are gathered at once.
+
+    Attributes:
+        row_start, row_stop: the chains' own rows, the queries.
+        query_lengths, key_lengths: per chain, host side; queries are the last rows of their keys' path.
+        key_row_K: int64 [K], the rows of each chain's whole path, chain after chain; None where the chains are roots,
+            whose keys are their own rows.
+        cu_queries_C1, cu_keys_C1: int32 cumulative lengths within the group, for varlen kernels.
+    """
+
+    row_start: int
+    row_stop: int
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    key_row_K: Tensor | None
+    cu_queries_C1: Tensor
+    cu_keys_C1: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLayout(_OnDevice):
+    """Blocks in level order: level l holds the blocks at depths [64 l, 64 l + 64), parents before children.
+
+    Attributes:
+        row_E64: int64 [E, 64]: rows of each block, T behind the end of a partial block.
+        slot_T: int64 [T]: where each row's output lies in the flattened [E * 64] slots (in the chain that owns it).
+        level_sizes: number of blocks per level, host side.
+        parent_E: int64 [E]: position, within the level before, of the block that each block continues.
+    """
+
+    row_E64: Tensor
+    slot_T: Tensor
+    level_sizes: tuple[int, ...]
+    parent_E: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTree(_OnDevice):
+    """The rows of one microbatch, in an order in which every chain is contiguous, and all maps the ops need.
+
+    Attributes:
+        tree, blocks: what was packed, host side (numpy).
+        token_ids_T, position_T, parent_T, multiplicity_T: int64 [T], in row order.
+        ancestor_3T: int64 [3, T]: the rows 1, 2 and 3 above each row, T where there is none.
+        linear: the block tree for linear attention.
+        key_groups: chains and their keys for full attention.
+        head_row_U, temperature_U: rows whose hidden state reaches the head (int64), and at which temperature (float64).
+        head_of_M, token_M: int64: head row and token id of each target.
+        target_of_N: int64 [N]: target of each token, M where it is not trained.
+    """
+
+    tree: PrefixTree
+    blocks: BlockTree
+    token_ids_T: Tensor
+    position_T: Tensor
+    parent_T: Tensor
+    multiplicity_T: Tensor
+    ancestor_3T: Tensor
+    linear: LinearLayout
+    key_groups: tuple[KeyGroup, ...]
+    head_row_U: Tensor
+    temperature_U: Tensor
+    head_of_M: Tensor
+    token_M: Tensor
+    target_of_N: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """T: rows that run through the model."""
+        return self.tree.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """N: tokens of all trajectories."""
+        return self.tree.num_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where the index tensors lie."""
+        return self.token_ids_T.device
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens per trajectory."""
+        return np.diff(self.tree.offset_B1).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def row_of_N(self) -> Tensor:
+        """int64 [N]: row of each token."""
+        return _tensor(self.blocks.row_of_tree_T[self.tree.row_of_N]).to(self.device)
+
+    @cached_property
+    def loss_mask_N(self) -> Tensor:
+        """bool [N]: tokens that are trained."""
+        return self.target_of_N < len(self.token_M)
+
+    def split(self, values_N: Tensor) -> list[Tensor]:
+        """One view per trajectory of a tensor over the N tokens, in the order given to `PrefixTree.build`."""
+        if values_N.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"values: expected one entry per token of all trajectories ({self.num_tokens}), came "
+                f"{values_N.shape[0]}; pass what harts.logprobs returned for this packed tree"
+            )
+        return list(torch.split(values_N, self.lengths))
+
+
+def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str = "cpu") -> PackedTree:
+    """Lays a tree out as one microbatch.
+
+    Args:
+        tree: all trajectories of the microbatch.
+        key_cap: rows whose keys and values attention gathers at once. The gathered rows of a tree can be many times
+            its rows, so chains run in groups of at most this many (a single longer chain is its own group).
+        device: where the index tensors go.
+
+    Raises:
+        ValueError: `key_cap` is not positive.
+    """
+    if key_cap < 1:
+        raise ValueError(f"key_cap: expected a positive number of rows, came {key_cap}")
+    blocks = BlockTree.build(tree)
+    num_rows = tree.num_rows
+    tree_row_T = np.empty(num_rows, np.int64)
+    tree_row_T[blocks.row_of_tree_T] = np.arange(num_rows)
+    parent_T = tree.parent_T[tree_row_T]
+    parent_T = np.where(parent_T >= 0, blocks.row_of_tree_T[parent_T], -1)
+    paths = _chain_paths(blocks)
+    head_row_U, temperature_U, head_of_M, token_M, target_of_N = _targets(tree, blocks, parent_T)
+    packed = PackedTree(
+        tree=tree,
+        blocks=blocks,
+        token_ids_T=_tensor(tree.token_ids_T[tree_row_T]),
+        position_T=_tensor(tree.depth_T[tree_row_T]),
+        parent_T=_tensor(parent_T),
+        multiplicity_T=_tensor(tree.multiplicity_T[tree_row_T]),
+        ancestor_3T=_tensor(_ancestors(parent_T)),
+        linear=_linear_layout(blocks, paths),
+        key_groups=_key_groups(blocks, paths, key_cap),
+        head_row_U=_tensor(head_row_U),
+        temperature_U=torch.from_numpy(temperature_U),
+        head_of_M=_tensor(head_of_M),
+        token_M=_tensor(token_M),
+        target_of_N=_tensor(target_of_N),
+    )
+    return packed if torch.device(device).type == "cpu" else packed.to(device)
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _chain_paths(blocks: BlockTree) -> list[Ints]:
+    """Rows of the whole path of each chain.
+
+    Chains come in preorder, so when one starts, a buffer by depth still holds its ancestors.
+    """
+    path = np.empty(int(blocks.length_C.max()), np.int64)
+    paths = []
+    start = blocks.own_start_C1.tolist()
+    for chain, (first, length) in enumerate(zip(blocks.first_depth_C.tolist(), blocks.length_C.tolist(), strict=True)):
+        path[first:length] = np.arange(start[chain], start[chain + 1])
+        paths.append(path[:length].copy())
+    return paths
+
+
+def _ancestors(parent_T: Ints) -> Ints:
+    """[3, T]: rows 1, 2 and 3 above each row; T where there is none."""
+    num_rows = len(parent_T)
+    above = np.append(np.where(parent_T >= 0, parent_T, num_rows), num_rows)
+    ancestors = [above]
+    for _ in range(CONV_WINDOW - 1):
+        ancestors.append(above[ancestors[-1]])
+    return np.stack(ancestors)[:, :num_rows]
+
+
+def _linear_layout(blocks: BlockTree, paths: list[Ints]) -> LinearLayout:
+    num_rows, num_blocks = blocks.num_rows, blocks.num_blocks
+    first_level_C = blocks.first_depth_C // BLOCK
+    # Rows of every block, chain by chain, before the blocks are put in level order.
+    row_E64 = np.full((num_blocks, BLOCK), num_rows, np.int64)
+    slots = row_E64.reshape(-1)
+    offset_C = blocks.first_block_C1[:-1] * BLOCK
+    for chain, path in enumerate(paths):
+        rows = path[first_level_C[chain] * BLOCK :]
+        slots[offset_C[chain] : offset_C[chain] + len(rows)] = rows
+    level_E = np.repeat(first_level_C - blocks.first_block_C1[:-1], np.diff(blocks.first_block_C1))
+    level_E += np.arange(num_blocks)
+    order_E = np.argsort(level_E, kind="stable")
+    place_E = np.empty(num_blocks, np.int64)
+    place_E[order_E] = np.arange(num_blocks)
+    # A row's output is taken where its own chain holds it, not where it is replayed.
+    own_length_C = np.diff(blocks.own_start_C1)
+    replayed_C = blocks.first_depth_C - blocks.start_depth_C
+    chain_slot_T = np.arange(num_rows) + np.repeat(offset_C + replayed_C - blocks.own_start_C1[:-1], own_length_C)
+    slot_T = place_E[chain_slot_T // BLOCK] * BLOCK + chain_slot_T % BLOCK
+    level_sizes = np.bincount(level_E)
+    level_start = np.cumsum(level_sizes) - level_sizes
+    parent_E = blocks.parent_block_E[order_E]
+    is_root = parent_E < 0
+    parent_E = place_E[parent_E] - level_start[np.maximum(level_E[order_E] - 1, 0)]
+    parent_E[is_root] = 0  # never read: level 0 starts from zero states
+    return LinearLayout(_tensor(row_E64[order_E]), _tensor(slot_T), tuple(level_sizes.tolist()), _tensor(parent_E))
+
+
+def _key_groups(blocks: BlockTree, paths: list[Ints], key_cap: int) -> tuple[KeyGroup, ...]:
+    groups = []
+    own_C = np.diff(blocks.own_start_C1).tolist()
+    length_C = blocks.length_C.tolist()
+    start = 0
+    while start < blocks.num_chains:
+        stop, keys = start + 1, length_C[start]
+        while stop < blocks.num_chains and keys + length_C[stop] <= key_cap:
+            keys += length_C[stop]
+            stop += 1
+        queries, lengths = own_C[start:stop], length_C[start:stop]
+        roots_only = queries == lengths
+        groups.append(
+            KeyGroup(
+                row_start=int(blocks.own_start_C1[start]),
+                row_stop=int(blocks.own_start_C1[stop]),
+                query_lengths=tuple(queries),
+                key_lengths=tuple(lengths),
+                key_row_K=None if roots_only else _tensor(np.concatenate(paths[start:stop])),
+                cu_queries_C1=torch.tensor(np.append(0, np.cumsum(queries)), dtype=torch.int32),
+                cu_keys_C1=torch.tensor(np.append(0, np.cumsum(lengths)), dtype=torch.int32),
+            )
+        )
+        start = stop
+    return tuple(groups)
+
+
+def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints, NDArray[np.float64], Ints, Ints, Ints]:
+    """Distinct (parent row, temperature) pairs that reach the head, the targets picked from them, and who reads them.
+
+    Siblings are predicted by one row, so they share a head row; trajectories of different temperatures do not.
+    """
+    trained_N = np.concatenate([trajectory.loss_mask for trajectory in tree.trajectories])
+    temperatures, kind_B = np.unique([trajectory.temperature for trajectory in tree.trajectories], return_inverse=True)
+    num_kinds = len(temperatures)
+    kind_N = np.repeat(kind_B, np.diff(tree.offset_B1))[trained_N]
+    row_N = blocks.row_of_tree_T[tree.row_of_N[trained_N]]
+    target_M, target_of_trained = np.unique(row_N * num_kinds + kind_N, return_inverse=True)
+    row_M, kind_M = target_M // num_kinds, target_M % num_kinds
+    head_U, head_of_M = np.unique(parent_T[row_M] * num_kinds + kind_M, return_inverse=True)
+    token_T = np.empty(tree.num_rows, np.int64)
+    token_T[blocks.row_of_tree_T] = tree.token_ids_T
+    target_of_N = np.full(tree.num_tokens, len(target_M), np.int64)
+    target_of_N[trained_N] = target_of_trained
+    return head_U // num_kinds, temperatures[head_U % num_kinds], head_of_M, token_T[row_M], target_of_N

@@ -1,0 +1,52 @@
+"""Short causal convolution on a tree: a row reads its ancestors, whichever segments they lie in."""
+
+from torch import Tensor
+
+from harts.layout import PackedTree
+from harts.ops.causal_conv1d.reference import causal_conv1d_reference
+from harts.ops.dispatch import choose
+
+__all__ = ["causal_conv1d"]
+
+_IMPLEMENTATIONS = {"reference": causal_conv1d_reference}
+
+
+def causal_conv1d(
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    packed: PackedTree,
+    *,
+    activation: str | None = "silu",
+    impl: str = "reference",
+) -> Tensor:
+    """Depthwise convolution over each row and its ancestors: y_t = act(bias + sum_w weight[:, W-1-w] x_(w above t)).
+
+    Args:
+        x_TD: [T, D].
+        weight_DW: [D, W], W <= 4 taps, the last one for the row itself.
+        bias_D: [D] or None.
+        packed: the tree.
+        activation: `"silu"`, `"swish"` (the same) or None.
+        impl: `"reference"`: plain PyTorch on any device and dtype.
+
+    Returns:
+        y_TD: [T, D], in the dtype of x.
+
+    Raises:
+        ValueError: shapes do not fit, more than 4 taps, or an unknown activation or `impl`.
+    """
+    if x_TD.shape[0] != packed.num_rows or weight_DW.shape[0] != x_TD.shape[1]:
+        raise ValueError(
+            f"causal_conv1d: expected x of {packed.num_rows} rows and one weight row per channel, came "
+            f"x {list(x_TD.shape)}, weight {list(weight_DW.shape)}"
+        )
+    taps, most = weight_DW.shape[1], packed.ancestor_3T.shape[0] + 1
+    if not 1 <= taps <= most:
+        raise ValueError(
+            f"causal_conv1d: expected 1 to {most} taps, came {taps}; the layout holds {most - 1} ancestors"
+        )
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"causal_conv1d: expected activation 'silu', 'swish' or None, came {activation!r}")
+    run = choose("causal_conv1d", impl, _IMPLEMENTATIONS)
+    return run(x_TD, weight_DW, bias_D, packed, activation is not None)

@@ -1,0 +1,57 @@
+"""Gated delta rule on a tree: a branch starts from its parent's state, and gradients flow back through it."""
+
+from torch import Tensor
+
+from harts.layout import PackedTree
+from harts.ops.dispatch import choose
+from harts.ops.gated_delta_rule.reference import gated_delta_rule_reference
+
+__all__ = ["gated_delta_rule"]
+
+_IMPLEMENTATIONS = {"reference": gated_delta_rule_reference}
+
+
+def gated_delta_rule(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_TGV: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+    packed: PackedTree,
+    *,
+    impl: str = "reference",
+) -> Tensor:
+    """Gated delta rule along every path of the tree.
+
+    Along a path, with q and k normalised to unit length and q scaled by K**-0.5 (Gated Delta Networks,
+    arXiv:2412.06464, eq. 10):
+
+        S_t = exp(g_t) S_parent (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
+
+    Args:
+        q_THK, k_THK: queries and keys, [T, H, K], not yet normalised.
+        v_TGV: values, [T, G, V]; G is a multiple of H, and head h of q and k serves G // H consecutive value heads.
+        g_TG: logarithm of the decay, [T, G], <= 0.
+        beta_TG: writing strength, [T, G], in [0, 1].
+        packed: the tree.
+        impl: `"reference"`: plain PyTorch on any device, in the inputs' dtype but at least fp32.
+
+    Returns:
+        o_TGV: [T, G, V], in the dtype of q.
+
+    Raises:
+        ValueError: shapes do not fit each other or the tree, or `impl` is unknown.
+    """
+    rows, heads, _ = q_THK.shape
+    groups = v_TGV.shape[1]
+    if rows != packed.num_rows or k_THK.shape != q_THK.shape or v_TGV.shape[0] != rows:
+        raise ValueError(
+            f"gated_delta_rule: expected q and k of one shape and {packed.num_rows} rows in all inputs, came "
+            f"q {list(q_THK.shape)}, k {list(k_THK.shape)}, v {list(v_TGV.shape)}"
+        )
+    if groups % heads or g_TG.shape != (rows, groups) or beta_TG.shape != (rows, groups):
+        raise ValueError(
+            f"gated_delta_rule: expected value heads to be a multiple of the {heads} key heads, and g and beta of "
+            f"shape [{rows}, {groups}], came {groups} value heads, g {list(g_TG.shape)}, beta {list(beta_TG.shape)}"
+        )
+    return choose("gated_delta_rule", impl, _IMPLEMENTATIONS)(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed)
