@@ -1,0 +1,20 @@
+"""Files and other people's field names to `Trajectory`.
+
+`read` takes JSON Lines or Parquet and rows in memory; `from_lists` and `from_padded` take arrays. One module a source:
+harts (our own schema), chat, vllm, sglang, trl, verl. docs/data.md has the schema and every mapping.
+"""
+
+from harts.formats.checks import check_trainable, check_vocabulary
+from harts.formats.memory import from_lists, from_padded
+from harts.formats.reading import iter_trajectories, read
+from harts.formats.writing import write
+
+__all__ = [
+    "check_trainable",
+    "check_vocabulary",
+    "from_lists",
+    "from_padded",
+    "iter_trajectories",
+    "read",
+    "write",
+]

@@ -1,0 +1,180 @@
+"""Chat rows: `messages` (and `tools`) rendered to tokens, the assistant's tokens trained.
+
+`rows="trajectory"` makes one trajectory of a conversation, cut after its last trained assistant message, all trained
+assistant messages trained. `rows="turn"` makes one trajectory of every trained assistant message: its context and the
+response, only the response trained, named `<id>/turn<k>` with k counting the row's assistant messages from 0. An
+assistant message with `ignore_loss` is context only.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harts.formats import chatml
+from harts.formats.rows import Row, build, common_fields
+from harts.formats.template import Template
+from harts.trajectory import Trajectory
+
+__all__ = ["Reasoning", "Rows", "matches", "trajectories"]
+
+Rows = Literal["trajectory", "turn"]
+Reasoning = Literal["keep", "drop"]
+
+_KNOWN = frozenset({"group", "id", "messages", "tools", "reward", "advantages", "temperature"})
+_KNOWN |= {"meta", "source", "render", "token_ids", "token_mask"}
+_NEED_TOKENS = ("loss_mask", "logprobs", "ref_logprobs", "merge_keys")
+
+Ids = NDArray[np.int32]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A trained assistant message: its number among the assistant messages; context + response; where that starts."""
+
+    number: int
+    token_ids: Ids
+    start: int
+
+
+def matches(row: Row) -> bool:
+    """Whether a row has this source's telling field."""
+    return row.get("messages") is not None
+
+
+def trajectories(row: Row, *, rows: Rows, reasoning: Reasoning, template: Template | None) -> Iterator[Trajectory]:
+    """The row's trajectories; `template` None renders ChatML in the Qwen vocabulary.
+
+    Raises:
+        ValueError: an unknown field, no messages, per-token fields, something no rendering can show, or, with
+            rows="trajectory", a rendering in which an earlier turn is no token prefix of a later one.
+    """
+    for name in _NEED_TOKENS:
+        if row.get(name) is not None:
+            raise row.error(name, "it beside token_ids only", "it beside messages", "leave it out, or give token_ids")
+    row.refuse_unknown(_KNOWN)
+    messages, tools = _messages(row), _listed(row, "tools")
+    id = row.text("id", row.id)
+    fields = common_fields(row) | {"group": row.text("group", id)}
+    advantage = row.get("advantages")
+    if advantage is not None:
+        if np.ndim(advantage) != 0:
+            raise row.error("advantages", "one number", "a list", "tokens are not known before rendering")
+        fields["advantages"] = advantage
+    turns = _rendered(row, _turns(row, messages, tools, reasoning, template))
+    if rows == "turn":
+        for turn in turns:
+            yield _build(row, turn.token_ids, [turn], id=f"{id}/turn{turn.number}", **fields)
+        return
+    stable = _stable(row, turns)
+    if stable:
+        yield _build(row, stable[-1].token_ids, stable, id=id, **fields)
+    else:
+        (whole,) = _rendered(row, iter([_Turn(0, _whole(row, messages, tools, template), 0)]))
+        yield _build(row, whole.token_ids, [], id=id, **fields)
+
+
+def _build(row: Row, token_ids: Ids, turns: Sequence[_Turn], **fields: Any) -> Trajectory:
+    mask = np.zeros(len(token_ids), np.bool_)
+    for turn in turns:
+        mask[turn.start : len(turn.token_ids)] = True
+    mask[:1] = False  # a raw row may start with the assistant: nothing predicts its first token
+    return build(row, token_ids=token_ids, loss_mask=mask, **fields)
+
+
+def _stable(row: Row, turns: Iterator[_Turn]) -> list[_Turn]:
+    """All turns, if each is a token prefix of the next."""
+    done: list[_Turn] = []
+    for turn in turns:
+        if done:
+            before = done[-1].token_ids
+            if not np.array_equal(before, turn.token_ids[: min(len(before), turn.start)]):
+                expected = f"assistant message {done[-1].number} as a token prefix of message {turn.number}"
+                action = 'this rendering rewrites earlier turns: use rows="turn" (--rows turn), one row a model call'
+                raise row.error("messages", expected, "another rendering", action)
+        done.append(turn)
+    return done
+
+
+def _turns(
+    row: Row, messages: Sequence[Message], tools: Any, reasoning: Reasoning, template: Template | None
+) -> Iterator[_Turn]:
+    own = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    trained = [(number, index) for number, index in enumerate(own) if not messages[index].get("ignore_loss")]
+    context = list(messages)
+    if reasoning == "drop":
+        for index in own:
+            context[index] = chatml.without_reasoning(messages[index])
+    if template is not None and row.get("render") != "raw":
+        for number, index in trained:
+            yield _Turn(number, *template.turn(context[:index], messages[index], tools))
+        return
+    pieces = _pieces(row, messages, tools, template)
+    added = len(pieces) - len(messages)  # a system message may have been put in front
+    full = np.concatenate([ids for piece in pieces for ids in piece])
+    ends = np.cumsum([sum(map(len, piece)) for piece in pieces])
+    shorter = pieces if context == messages else _pieces(row, context, tools, template)
+    for number, index in trained:
+        before, body, after = pieces[index + added]
+        if shorter is pieces:  # all turns are views of one array
+            stop = int(ends[index + added]) - len(after)
+            yield _Turn(number, full[:stop], stop - len(body))
+        else:
+            ids = np.concatenate([*(ids for piece in shorter[: index + added] for ids in piece), before, body])
+            yield _Turn(number, ids, len(ids) - len(body))
+
+
+def _pieces(row: Row, messages: Sequence[Message], tools: Any, template: Template | None) -> list[chatml.Piece]:
+    if row.get("render") == "raw":
+        return chatml.raw_pieces(messages, chatml.encode if template is None else template.text)
+    return chatml.pieces(messages, tools)
+
+
+def _whole(row: Row, messages: Sequence[Message], tools: Any, template: Template | None) -> Ids:
+    if template is not None and row.get("render") != "raw":
+        return template.render(messages, tools)
+    return np.concatenate([ids for piece in _pieces(row, messages, tools, template) for ids in piece])
+
+
+def _rendered(row: Row, turns: Iterator[_Turn]) -> Iterator[_Turn]:
+    """The turns; what a renderer or a template complains of becomes an error that names the row."""
+    while True:
+        try:
+            turn = next(turns)
+        except StopIteration:
+            return
+        except Exception as error:  # jinja templates raise what they like
+            came = f"{type(error).__name__}: {error}"
+            raise row.error("messages", "messages that can be rendered", came, "fix or drop this row") from error
+        yield turn
+
+
+def _messages(row: Row) -> list[Message]:
+    messages = _listed(row, "messages")
+    if not messages:
+        raise row.error("messages", "at least one message", "none", "drop this row")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise row.error(f"messages[{index}]", "an object", type(message).__name__, "give it a role and content")
+    if row.get("render") not in (None, "raw"):
+        raise row.error("render", '"raw" or nothing', repr(row.get("render")), "leave it out for a chat template")
+    return messages
+
+
+def _listed(row: Row, name: str) -> list[Any]:
+    """A list field; a JSON string of one is taken too, as Parquet files hold schemas of many shapes."""
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise row.error(name, "a list", f"a string that is no JSON ({error})", "give a list") from error
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise row.error(name, "a list", type(value).__name__, "give a list of objects")
+    return list(value)

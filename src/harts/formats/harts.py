@@ -1,0 +1,64 @@
+"""Our own schema: token rows under the names of `Trajectory`.
+
+Required: `group`, `id`, `token_ids`, `loss_mask`. Optional: `logprobs`, `ref_logprobs`, `advantages` (a number or one
+per token), `reward`, `temperature`, `merge_keys`; null is the same as absent. `messages`, `tools`, `meta`, `source`
+and `render` may stand beside them; `meta` and `source` are kept in `Trajectory.meta`. In place of `loss_mask` a row
+may have `token_mask` (the name in NousResearch/atropos dumps).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from harts.formats.rows import Row, build, common_fields
+from harts.trajectory import Trajectory
+
+__all__ = ["fields_of", "matches", "trajectories"]
+
+_PER_TOKEN = ("logprobs", "ref_logprobs", "advantages", "merge_keys")
+_KNOWN = frozenset({"group", "id", "token_ids", "loss_mask", "reward", "temperature", *_PER_TOKEN})
+_KNOWN |= {"messages", "tools", "meta", "source", "render", "token_mask"}
+
+
+def matches(row: Row) -> bool:
+    """Whether a row has this schema's telling field."""
+    return row.get("token_ids") is not None
+
+
+def trajectories(row: Row) -> Iterator[Trajectory]:
+    """The row's one trajectory."""
+    row.refuse_unknown(_KNOWN)
+    for name in ("group", "id"):
+        row.require(name)
+    mask = row.require("loss_mask", "token_mask")
+    optional = {name: row.fields[name] for name in _PER_TOKEN if row.get(name) is not None}
+    yield build(
+        row,
+        group=row.text("group", ""),
+        id=row.text("id", ""),
+        token_ids=row.require("token_ids"),
+        loss_mask=mask,
+        **optional,
+        **common_fields(row),
+    )
+
+
+def fields_of(trajectory: Trajectory) -> dict[str, Any]:
+    """The JSON object of a trajectory; reading it back gives the same trajectory."""
+    fields: dict[str, Any] = {
+        "group": trajectory.group,
+        "id": trajectory.id,
+        "reward": trajectory.reward,
+        "temperature": trajectory.temperature,
+        "token_ids": trajectory.token_ids.tolist(),
+        "loss_mask": trajectory.loss_mask.astype(np.int8).tolist(),
+    }
+    for name in _PER_TOKEN:
+        values = getattr(trajectory, name)
+        if values is not None:
+            constant = name == "advantages" and bool((values == values[0]).all())
+            fields[name] = float(values[0]) if constant else values.tolist()
+    if trajectory.meta:
+        fields["meta"] = dict(trajectory.meta)
+    return fields

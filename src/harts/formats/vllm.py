@@ -1,0 +1,84 @@
+"""What vLLM returns: `RequestOutput`, and the responses of its OpenAI-compatible server with `return_token_ids`.
+
+Field names as in vllm-project/vllm: vllm/outputs.py (RequestOutput: request_id, prompt_token_ids, outputs;
+CompletionOutput: index, token_ids, logprobs) at commit 003d3ee, and vllm/entrypoints/openai/{completion,
+chat_completion}/protocol.py (choices[].token_ids; prompt_token_ids in each completion choice, or beside the choices of
+a chat) at commit 002032e. Every output or choice becomes one trajectory `<id>/<index>` of the group `<id>`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harts.formats.rows import Row, common_fields, respond
+from harts.trajectory import Trajectory
+
+__all__ = ["matches", "trajectories"]
+
+
+def matches(row: Row) -> bool:
+    """Whether a row has this source's telling fields."""
+    return row.get("choices") is not None or (row.get("outputs") is not None and "prompt_token_ids" in row.fields)
+
+
+def trajectories(row: Row) -> Iterator[Trajectory]:
+    """One trajectory per sampled output."""
+    name = row.text("request_id", row.text("id", row.id))
+    group = row.text("group", name)
+    outputs = row.require("outputs", "choices")
+    if not isinstance(outputs, list | tuple) or not outputs:
+        raise row.error("outputs", "a list of outputs", repr(outputs)[:40], "drop this row")
+    for index, output in enumerate(outputs):
+        place = f"{'outputs' if row.get('outputs') is not None else 'choices'}[{index}]"
+        prompt = row.get("prompt_token_ids")
+        if prompt is None:
+            prompt = _get(output, "prompt_token_ids")
+        response = _get(output, "token_ids")
+        for field, value in (("prompt_token_ids", prompt), (f"{place}.token_ids", response)):
+            if value is None:
+                action = "ask the server for return_token_ids"
+                raise row.error(field, "token ids", "none", action)
+        logprobs = _logprobs(row, f"{place}.logprobs", _get(output, "logprobs"), response)
+        yield respond(
+            row,
+            id=f"{name}/{_get(output, 'index', index)}",
+            group=group,
+            prompt=prompt,
+            response=response,
+            values={"logprobs": (f"{place}.logprobs", logprobs)},
+            advantages=_get(output, "advantages", row.get("advantages")),
+            **common_fields(row) | _reward(output),
+        )
+
+
+def _reward(output: Any) -> dict[str, Any]:
+    reward = _get(output, "reward")
+    return {} if reward is None else {"reward": reward}
+
+
+def _logprobs(row: Row, name: str, value: Any, response: Any) -> list[Any] | None:
+    """One log-probability per response token out of any of the forms vLLM has for them."""
+    if value is None:
+        return None
+    for inner in ("token_logprobs", "content"):  # the server: completions, chat
+        listed = _get(value, inner)
+        if listed is not None:
+            return [item if inner == "token_logprobs" else _get(item, "logprob") for item in listed]
+    if len(value) != len(response):
+        return list(value)  # respond tells the lengths
+    done: list[Any] = []
+    for token, item in zip(response, value, strict=True):
+        if isinstance(item, Mapping):  # token id -> Logprob; JSON has made the id a string
+            found = item.get(int(token), item.get(str(int(token))))
+            if found is None:
+                raise row.error(
+                    name, f"the sampled token {token} at each position", "others only", "do not filter them"
+                )
+            item = found if isinstance(found, int | float) else _get(found, "logprob")
+        done.append(item)
+    return done
+
+
+def _get(value: Any, name: str, default: Any = None) -> Any:
+    """A member of a mapping or an object; null is absent."""
+    found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    return default if found is None else found
