@@ -1,0 +1,331 @@
+"""What a microbatch costs: counts of rows, the FLOPs they need, and coefficients fitted from timed runs.
+
+The counts are those of one forward and backward; every cost is a sum of non-negative coefficients times counts.
+FLOPs of a model's config are in `harts.flops`.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harts.blocks import BLOCK, count_replayed_rows
+from harts.tree import PrefixTree
+
+__all__ = ["Coefficients", "CostModel", "Counts", "TimedRun", "count", "count_rounds", "count_trained_rows"]
+
+Unit = Literal["rows", "flops", "seconds"]
+
+_FORMAT = "harts cost model 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What one or several microbatches hold; counts of microbatches add up with `+`.
+
+    Attributes:
+        rows: tokens that pass through the model.
+        pairs: visible attention pairs, the sum over rows of depth + 1.
+        linear_rows: rows fed to the linear-attention kernel: rows, and replayed rows again.
+        trained_rows: distinct pairs of a parent row and a temperature; the head runs once for each.
+        chains: sequences of the kernel calls, one per leaf.
+        rounds: sequential calls of the linear-attention recurrence.
+        gathered_keys: sum of the chains' path lengths, keys that path-gathered attention reads.
+        microbatches: how many microbatches these counts are of.
+    """
+
+    rows: int = 0
+    pairs: int = 0
+    linear_rows: int = 0
+    trained_rows: int = 0
+    chains: int = 0
+    rounds: int = 0
+    gathered_keys: int = 0
+    microbatches: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        mine, its = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Counts(**{field.name: a + b for field, a, b in zip(dataclasses.fields(self), mine, its, strict=True)})
+
+    @property
+    def replayed_rows(self) -> int:
+        """Rows fed to the linear-attention kernel more than once, counted each further time."""
+        return self.linear_rows - self.rows
+
+    def without_replay(self) -> "Counts":
+        """The same with every row fed to linear attention once: what the model itself asks for."""
+        return dataclasses.replace(self, linear_rows=self.rows)
+
+
+def count(tree: PrefixTree) -> Counts:
+    """Counts of a tree run as one microbatch, without building its BlockTree.
+
+    O(N) for the trained rows, else linear in rows and segments.
+    """
+    is_leaf_S = np.append(tree.parent_S[1:] != np.arange(tree.num_segments - 1), True)
+    leaf_S = np.flatnonzero(is_leaf_S)
+    stop_S = tree.depth_S + tree.length_S
+    pairs = (stop_S * (stop_S + 1) - tree.depth_S * (tree.depth_S + 1)) // 2
+    common_L = np.append(0, tree.depth_S[leaf_S[:-1] + 1])  # in preorder the next segment leaves the path there
+    return Counts(
+        rows=tree.num_rows,
+        pairs=int(pairs.sum()),
+        linear_rows=tree.num_rows + count_replayed_rows(tree),
+        trained_rows=count_trained_rows(tree),
+        chains=len(leaf_S),
+        rounds=count_rounds(common_L.tolist()),
+        gathered_keys=int(stop_S[leaf_S].sum()),
+        microbatches=1,
+    )
+
+
+def count_trained_rows(tree: PrefixTree) -> int:
+    """Distinct (parent row, temperature) pairs of trained tokens: rows on which the head runs."""
+    kinds = np.unique([trajectory.temperature for trajectory in tree.trajectories])
+    total = 0
+    for temperature in kinds.tolist():
+        reaches_head_T = np.zeros(tree.num_rows, np.bool_)
+        for index, trajectory in enumerate(tree.trajectories):
+            if trajectory.temperature == temperature:
+                reaches_head_T[tree.rows_of(index)[np.flatnonzero(trajectory.loss_mask) - 1]] = True
+        total += int(np.count_nonzero(reaches_head_T))
+    return total
+
+
+def count_rounds(common: Sequence[int]) -> int:
+    """Rounds of a set of leaves: the Strahler number of its block tree (see `harts.blocks`).
+
+    Args:
+        common: for each leaf in row order, rows shared with the one before it (the first entry is not read).
+    """
+    most = 1
+    path: list[list[int]] = []  # [block boundary, largest number below, number] of the branch points above
+    for rows in [*common[1:], 0]:
+        boundary, number = rows // BLOCK, 1
+        while path and path[-1][0] > boundary:
+            _take_child(path[-1], number)
+            number = path.pop()[2]
+        if boundary == 0:  # roots have no block above them
+            most = max(most, number)
+        elif path and path[-1][0] == boundary:
+            _take_child(path[-1], number)
+        else:
+            path.append([boundary, number, number])
+    return most
+
+
+def _take_child(point: list[int], number: int) -> None:
+    """Strahler's rule: the largest child's number, or one more if two children have it."""
+    if number == point[1] == point[2]:
+        point[2] += 1
+    elif number > point[1]:
+        point[1] = number
+        point[2] = max(point[2], number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """Non-negative cost of one of each of `Counts`, in one unit (FLOPs, seconds, bytes, ...).
+
+    Raises:
+        ValueError: a coefficient is negative or not finite.
+    """
+
+    rows: float = 0.0
+    pairs: float = 0.0
+    linear_rows: float = 0.0
+    trained_rows: float = 0.0
+    chains: float = 0.0
+    rounds: float = 0.0
+    gathered_keys: float = 0.0
+    microbatches: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(f"coefficient {name}: expected a finite number >= 0, came {value!r}")
+            object.__setattr__(self, name, float(value))
+
+    def of(self, counts: Counts) -> float:
+        """Cost of `counts`: the sum of coefficient times count."""
+        return float(np.dot(dataclasses.astuple(self), dataclasses.astuple(counts)))
+
+    def scaled(self, factor: float) -> "Coefficients":
+        """All coefficients times `factor`."""
+        return Coefficients(**{name: value * factor for name, value in dataclasses.asdict(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRun:
+    """One measured microbatch: its counts, seconds of forward and backward, and peak bytes where known."""
+
+    counts: Counts
+    seconds: float
+    bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Predicts time and memory of a microbatch from its counts.
+
+    Attributes:
+        time: cost of one forward and backward, in `unit`.
+        unit: `"rows"` (rows run, the default of a plan), `"flops"` or `"seconds"`.
+        memory: peak bytes; all zero where nothing is known.
+        model: what the model is called in messages; see `harts.flops.model_identity`. Empty for any model.
+    """
+
+    time: Coefficients
+    unit: Unit
+    memory: Coefficients = Coefficients()
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("rows", "flops", "seconds"):
+            raise ValueError(f"unit: expected 'rows', 'flops' or 'seconds', came {self.unit!r}")
+        if not any(dataclasses.astuple(self.time)):
+            raise ValueError("time: expected a coefficient above 0, came only zeros; a plan needs something to balance")
+
+    @staticmethod
+    def of_rows() -> "CostModel":
+        """The plainest model: a row costs 1, all else nothing."""
+        return CostModel(time=Coefficients(rows=1.0), unit="rows")
+
+    @staticmethod
+    def from_config(config: Any, *, recompute: bool = False) -> "CostModel":
+        """Default of a model: FLOPs of forward and backward, replayed rows included. See `harts.flops`.
+
+        Args:
+            config: a transformers config or its dictionary.
+            recompute: activations are recomputed in the backward, which costs another forward.
+
+        Raises:
+            ValueError: the config lacks a size, or has a layer type that HARTS does not run.
+        """
+        from harts.flops import forward_flops, model_identity
+
+        time = forward_flops(config).scaled(4.0 if recompute else 3.0)
+        return CostModel(time=time, unit="flops", model=model_identity(config))
+
+    @staticmethod
+    def fit(runs: Sequence[TimedRun], *, model: str = "") -> "CostModel":
+        """Fits the coefficients to timed runs by non-negative least squares on relative errors.
+
+        Args:
+            runs: at least two, of different sizes. Coefficients of counts that never change are not told apart from
+                a constant; runs should differ in length, sharing and number of trajectories.
+            model: identity of the model that was timed.
+
+        Raises:
+            ValueError: fewer than two runs, or a time or a memory that is not finite and above 0.
+        """
+        if len(runs) < 2:
+            raise ValueError(
+                f"runs: expected at least 2 timed runs, came {len(runs)}; time microbatches of other sizes"
+            )
+        counts_RK = np.array([dataclasses.astuple(run.counts) for run in runs], np.float64)
+        time = _fit_relative(counts_RK, [run.seconds for run in runs], "seconds")
+        memory = Coefficients()
+        known = [at for at, run in enumerate(runs) if run.bytes is not None]
+        if len(known) >= 2:
+            memory = _fit_relative(counts_RK[known], [runs[at].bytes or 0.0 for at in known], "bytes")
+        return CostModel(time=time, unit="seconds", memory=memory, model=model)
+
+    def check_model(self, identity: str) -> None:
+        """Raises ValueError if this was made for a model other than `identity`."""
+        if self.model and self.model != identity:
+            raise ValueError(
+                f"cost model: expected one of {identity}, came one of {self.model}; calibrate this model, or leave the "
+                "cost model out to use its FLOPs"
+            )
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able dictionary that `from_json` reads."""
+        return {"format": _FORMAT, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "CostModel":
+        """Reads what `to_json` wrote; raises ValueError on anything else."""
+        if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
+            raise ValueError(
+                f"cost model: expected a JSON object of format {_FORMAT!r}; write one with harts calibrate"
+            )
+        fields = {key: value for key, value in data.items() if key != "format"}
+        try:
+            time, memory = Coefficients(**fields.pop("time")), Coefficients(**fields.pop("memory"))
+            return CostModel(time=time, memory=memory, **fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"cost model: a field is missing or unknown ({error}); calibrate again") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file, under a temporary name first."""
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        partial.replace(target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], *, model: str | None = None) -> "CostModel":
+        """Reads a JSON file.
+
+        Args:
+            path: written by `save`.
+            model: identity of the model it is for; one fitted for another model is refused.
+
+        Raises:
+            ValueError: not such a file, or fitted for another model.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"cost model {path}: expected JSON ({error}); write one with harts calibrate") from error
+        cost_model = CostModel.from_json(data)
+        if model is not None:
+            cost_model.check_model(model)
+        return cost_model
+
+
+def _fit_relative(counts_RK: NDArray[np.float64], measured: Sequence[float], what: str) -> Coefficients:
+    target_R = np.asarray(measured, np.float64)
+    if not (np.isfinite(target_R).all() and (target_R > 0).all()):
+        raise ValueError(
+            f"{what}: expected finite numbers above 0, came {min(measured)} to {max(measured)}; time again"
+        )
+    scale_K = np.maximum(np.abs(counts_RK).max(axis=0), 1.0)
+    matrix_RK = counts_RK / scale_K / target_R[:, None]
+    solution_K = _non_negative_least_squares(matrix_RK, np.ones(len(target_R))) / scale_K
+    names = [field.name for field in dataclasses.fields(Coefficients)]
+    return Coefficients(**dict(zip(names, solution_K.tolist(), strict=True)))
+
+
+def _non_negative_least_squares(matrix_RK: NDArray[np.float64], target_R: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x >= 0 with the least |matrix x - target|: the active-set method of Lawson and Hanson (1974), chapter 23."""
+    size = matrix_RK.shape[1]
+    solution_K = np.zeros(size)
+    free_K = np.zeros(size, np.bool_)
+    tolerance = 1e-10 * max(float(np.abs(matrix_RK.T @ target_R).max()), 1e-300)
+    for _ in range(10 * size):
+        gradient_K = np.where(free_K, -np.inf, matrix_RK.T @ (target_R - matrix_RK @ solution_K))
+        if gradient_K.max() <= tolerance:
+            break
+        free_K[int(gradient_K.argmax())] = True
+        while True:
+            trial_K = np.zeros(size)
+            trial_K[free_K] = np.linalg.lstsq(matrix_RK[:, free_K], target_R, rcond=None)[0]
+            negative_K = free_K & (trial_K <= 0)
+            if not negative_K.any():
+                break
+            with np.errstate(divide="ignore", invalid="ignore"):
+                step = float((solution_K / (solution_K - trial_K))[negative_K].min())
+            solution_K = solution_K + step * (trial_K - solution_K)
+            free_K &= solution_K > 1e-14 * max(float(solution_K.max()), 1e-300)
+        solution_K = trial_K
+    return solution_K
