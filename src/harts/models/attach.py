@@ -1,0 +1,149 @@
+"""Puts the tree ops into a transformers model, in place and reversibly."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from harts.models.attention import PREFIX, register
+from harts.models.families import FAMILIES, Family
+
+__all__ = ["Backbone", "attach", "detach", "find_backbone"]
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """The parts of a model that HARTS calls.
+
+    Attributes:
+        text: the decoder: token ids to final hidden states.
+        head: the output embedding.
+        config: its text config.
+        family: how to attach to it.
+    """
+
+    text: nn.Module
+    head: nn.Module
+    config: Any
+    family: Family
+
+    @property
+    def attached(self) -> bool:
+        """Whether `attach` was called."""
+        return str(self.config._attn_implementation).startswith(PREFIX)
+
+
+def attach(model: nn.Module) -> nn.Module:
+    """Makes a supported transformers model able to run on trees; everything else it does stays as it was.
+
+    Linear-attention mixers are replaced by ours, which share their parameters and submodules (state dict names, hooks,
+    LoRA layers and optimisers see the same model), and a tree version of the model's attention implementation is
+    registered. Works before or after LoRA (peft) is added, and with gradient checkpointing. Attaching twice is fine.
+
+    Args:
+        model: a causal language model of one of the supported families, possibly wrapped by peft or DDP.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model, one of its options (sliding windows, length-dependent rotary scaling) or a wrapper of
+            its mixers is not supported. The message names what is.
+    """
+    backbone = find_backbone(model)
+    if backbone.attached:
+        return model
+    _check_config(backbone.config)
+    _check_layers(backbone)
+    classes = backbone.family.linear_classes()
+    if classes is not None:
+        _swap(backbone.text, *classes)
+    backbone.config._attn_implementation = register(backbone.config._attn_implementation or "eager")
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Undoes `attach`; parameters keep what training made of them. Returns the same model."""
+    backbone = find_backbone(model)
+    if backbone.attached:
+        classes = backbone.family.linear_classes()
+        if classes is not None:
+            _swap(backbone.text, classes[1], classes[0])
+        backbone.config._attn_implementation = backbone.config._attn_implementation.removeprefix(PREFIX)
+    return model
+
+
+def find_backbone(model: nn.Module) -> Backbone:
+    """Finds decoder, head and config behind the usual wrappers.
+
+    Raises:
+        ValueError: no supported model in there.
+    """
+    inner: Any = model
+    while not hasattr(inner, "get_decoder"):
+        if hasattr(inner, "get_base_model"):  # peft
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP
+            inner = inner.module
+        else:
+            raise ValueError(_unsupported(type(inner).__name__))
+    config = inner.config.get_text_config()
+    family = FAMILIES.get(config.model_type)
+    head = inner.get_output_embeddings()
+    if family is None:
+        raise ValueError(_unsupported(f"model_type {config.model_type!r}"))
+    if head is None:
+        raise ValueError(f"model: expected a causal language model with a head, came {type(inner).__name__}")
+    return Backbone(inner.get_decoder(), head, config, family)
+
+
+def _unsupported(what: str) -> str:
+    return f"model: {what} is not supported; HARTS knows {', '.join(FAMILIES)} (see docs/adding-a-model.md)"
+
+
+def _check_config(config: Any) -> None:
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if unknown := layer_types - {"full_attention", "linear_attention"}:
+        raise ValueError(
+            f"model: layer types {sorted(unknown)} are not supported; expected full_attention and linear_attention "
+            "only (switch sliding windows off in the config)"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ValueError(
+            f"model: rope_type {rope['rope_type']!r} depends on the length of the whole batch, so a token's position "
+            "would depend on the rows beside it; use a fixed one (default, linear, yarn, llama3)"
+        )
+
+
+def _check_layers(backbone: Backbone) -> None:
+    """Counts the mixers found against the config, so that none is missed."""
+    layer_types = (
+        getattr(backbone.config, "layer_types", None) or ["full_attention"] * backbone.config.num_hidden_layers
+    )
+    classes = backbone.family.linear_classes()
+    expected = {backbone.family.attention_class(): layer_types.count("full_attention")}
+    if classes is not None:
+        expected[classes[0]] = layer_types.count("linear_attention")
+    for kind, count in expected.items():
+        found = [module for module in backbone.text.modules() if type(module) is kind]
+        if len(found) != count:
+            raise ValueError(
+                f"model: expected {count} modules {kind.__name__} from its config, found {len(found)}; attach before "
+                "other libraries replace the mixers"
+            )
+        if any("forward" in vars(module) for module in found):
+            raise ValueError(
+                f"model: the forward of a {kind.__name__} was overridden (by a device_map hook, perhaps); load the "
+                "model without it"
+            )
+
+
+def _swap(text: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+    """Replaces every module of class `old` by one of class `new` that shares its whole state."""
+    for parent in list(text.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is old:
+                twin = new.__new__(new)
+                twin.__dict__ = child.__dict__
+                setattr(parent, name, twin)

@@ -1,0 +1,56 @@
+"""Full attention on a tree through transformers' attention interface.
+
+`attach` renames a model's attention implementation, "sdpa" say, to "harts_sdpa". That one runs on the tree when the
+forward pass carries a `packed=`, and hands everything else to the implementation it was made from, with its mask.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from harts.layout import PackedTree
+from harts.ops import attention
+from harts.ops.kernels import Kernels
+
+__all__ = ["PREFIX", "register"]
+
+PREFIX = "harts_"
+
+
+def register(original: str) -> str:
+    """Registers the tree version of an attention implementation and returns its name."""
+    name = PREFIX + original
+
+    def tree_attention(
+        module: nn.Module,
+        query: Tensor,  # [1, heads, T, size]
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed: PackedTree | None = None,
+        kernels: Kernels | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if packed is None:
+            return _original(original, module)(module, query, key, value, attention_mask, **kwargs)
+        q_THD, k_TGD, v_TGV = (x[0].transpose(0, 1) for x in (query, key, value))
+        impl = (kernels or Kernels()).attention
+        out_THV = attention(q_THD, k_TGD, v_TGV, packed, scale=kwargs["scaling"], impl=impl)
+        return out_THV.unsqueeze(0), None
+
+    AttentionInterface.register(name, tree_attention)
+    if original in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    return name
+
+
+def _original(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    if name == "eager":  # not in the interface: each modeling file has its own
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]

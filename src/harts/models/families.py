@@ -1,0 +1,69 @@
+"""The transformers model families that HARTS can run on a tree."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["FAMILIES", "Family"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What `attach` has to know of one `model_type`.
+
+    Attributes:
+        attention: "module:Class" of the full-attention mixer; it goes through transformers' attention interface.
+        linear_mixer: "module:Class" of the linear-attention mixer and of ours that takes its place; None without one.
+        mask: what to hand the backbone as `attention_mask` so that it builds none of its own.
+    """
+
+    attention: str
+    linear_mixer: tuple[str, str] | None
+    mask: Callable[[torch.device], Any]
+
+    def attention_class(self) -> type[nn.Module]:
+        """The class named by `attention`."""
+        return _load(self.attention)
+
+    def linear_classes(self) -> tuple[type[nn.Module], type[nn.Module]] | None:
+        """The classes named by `linear_mixer`: theirs and ours."""
+        return None if self.linear_mixer is None else (_load(self.linear_mixer[0]), _load(self.linear_mixer[1]))
+
+
+def _load(path: str) -> type[nn.Module]:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def _no_mask_per_layer_type(_: torch.device) -> dict[str, None]:
+    return {"full_attention": None, "linear_attention": None}
+
+
+def _ready_made_mask(device: torch.device) -> Tensor:
+    """A four-dimensional mask is taken as it is; ours is ignored by the attention function."""
+    return torch.zeros(1, 1, 1, 1, device=device)
+
+
+_MODELS = "transformers.models"
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_5_text": Family(
+        attention=f"{_MODELS}.qwen3_5.modeling_qwen3_5:Qwen3_5Attention",
+        linear_mixer=(
+            f"{_MODELS}.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet",
+            "harts.models.qwen3_5:TreeGatedDeltaNet",
+        ),
+        mask=_no_mask_per_layer_type,
+    ),
+    "qwen3": Family(
+        attention=f"{_MODELS}.qwen3.modeling_qwen3:Qwen3Attention", linear_mixer=None, mask=_no_mask_per_layer_type
+    ),
+    "llama": Family(
+        attention=f"{_MODELS}.llama.modeling_llama:LlamaAttention", linear_mixer=None, mask=_ready_made_mask
+    ),
+}
+"""By `model_type` of the text config."""

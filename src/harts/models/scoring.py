@@ -1,0 +1,122 @@
+"""harts.logprobs: a model and a packed tree in, one log-probability per token of every trajectory out."""
+
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harts.layout import PackedTree
+from harts.models.attach import Backbone, find_backbone
+from harts.ops import row_logprobs
+from harts.ops.kernels import Kernels
+
+__all__ = ["logprobs"]
+
+
+@overload
+def logprobs(
+    model: nn.Module, packed: PackedTree, *, entropy: Literal[False] = False, kernels: Kernels | None = None
+) -> Tensor: ...
+@overload
+def logprobs(
+    model: nn.Module, packed: PackedTree, *, entropy: Literal[True], kernels: Kernels | None = None
+) -> tuple[Tensor, Tensor]: ...
+def logprobs(
+    model: nn.Module, packed: PackedTree, *, entropy: bool = False, kernels: Kernels | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probability of every trained token of every trajectory, differentiable.
+
+    Each distinct token runs once. The result has one entry per token, trajectory after trajectory in the order given
+    to `PrefixTree.build`: as many entries per trajectory as it has tokens. Entry p is the log-probability (nats) of
+    token p given the tokens before it, at the trajectory's temperature; nothing is shifted. Entries of tokens that are
+    not trained are 0 and carry no gradient; the first token, which nothing predicts, is always one of them.
+
+    Args:
+        model: a model that `harts.attach` was called on.
+        packed: from `harts.pack`, on the model's device.
+        entropy: also return the entropy (nats) of the distribution that each trained token was predicted from, in the
+            same form, differentiable too.
+        kernels: implementations of the ops; None takes the defaults.
+
+    Returns:
+        logprobs_N: [N], fp32 (fp64 for an fp64 model); `packed.split` cuts it into trajectories. With `entropy=True`,
+        the pair (logprobs_N, entropy_N).
+
+    Raises:
+        ValueError: the model is not attached, has active dropout (one row of a tree stands for several trajectories,
+            so sharing would change what dropout means), has a head that is no plain linear layer, lies on another
+            device, or a token id is outside its vocabulary.
+    """
+    backbone = find_backbone(model)
+    kernels = kernels or Kernels()
+    weight_VD, bias_V = _head_weight(backbone)
+    _check(model, backbone, packed, weight_VD)
+    output = backbone.text(
+        input_ids=packed.token_ids_T.unsqueeze(0),
+        position_ids=packed.position_T.unsqueeze(0),
+        attention_mask=backbone.family.mask(packed.device),
+        use_cache=False,
+        packed=packed,
+        kernels=kernels,
+    )
+    logprobs_M, entropy_M = row_logprobs(
+        output.last_hidden_state[0],
+        weight_VD,
+        packed,
+        bias_V=bias_V,
+        entropy=entropy,
+        chunk_rows=kernels.chunk_rows,
+        impl=kernels.row_logprobs,
+    )
+    logprobs_N = _to_tokens(logprobs_M, packed)
+    return logprobs_N if entropy_M is None else (logprobs_N, _to_tokens(entropy_M, packed))
+
+
+def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
+    """One gather hands a row's value to every trajectory through it; its backward sums their gradients."""
+    return torch.cat([values_M, values_M.new_zeros(1)]).index_select(0, packed.target_of_N)
+
+
+def _head_weight(backbone: Backbone) -> tuple[Tensor, Tensor | None]:
+    head: Any = backbone.head
+    if hasattr(head, "modules_to_save"):  # peft's full copy of a module
+        head = head.modules_to_save[head.active_adapters[0]]
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"model: expected the head to be a torch.nn.Linear, came {type(head).__name__}; leave the head out of the "
+            "LoRA target modules (modules_to_save is fine)"
+        )
+    return head.weight, head.bias
+
+
+def _check(model: nn.Module, backbone: Backbone, packed: PackedTree, weight_VD: Tensor) -> None:
+    if not backbone.attached:
+        raise ValueError("model: not attached; call harts.attach(model) once before harts.logprobs")
+    if packed.device != weight_VD.device:
+        raise ValueError(f"packed: lies on {packed.device}, the model on {weight_VD.device}; use packed.to(...)")
+    if model.training:
+        _check_dropout(model, backbone)
+    vocabulary = backbone.text.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    tree = packed.tree
+    if tree.token_ids_T.max() >= vocabulary:
+        for index, trajectory in enumerate(tree.trajectories):
+            outside = trajectory.token_ids >= vocabulary
+            if outside.any():
+                at = int(np.argmax(outside))
+                raise ValueError(
+                    f"trajectory {index} ({trajectory.name}), field token_ids: expected ids below {vocabulary}, the "
+                    f"model's vocabulary, came {trajectory.token_ids[at]} at position {at}; was it made with another "
+                    "tokenizer?"
+                )
+
+
+def _check_dropout(model: nn.Module, backbone: Backbone) -> None:
+    active = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if getattr(backbone.config, "attention_dropout", 0.0):
+        active.append("config.attention_dropout")
+    if active:
+        raise ValueError(
+            f"model: dropout is active in {active[0]}{' and others' if len(active) > 1 else ''}; a row of the tree "
+            "stands for several trajectories, which would no longer be dropped alone. Set it to 0 or call model.eval()"
+        )
