@@ -1,0 +1,27 @@
+"""Losses on plain tensors: one value per token of whole trajectories, laid trajectory after trajectory.
+
+Nothing here knows the tree. Read in this order: `inputs` (what goes in), `denominators` (what the sums are divided by),
+`policy` (the objectives, token by token), `loss` (how the parts are put together).
+"""
+
+from harts.losses.advantages import fill_advantages, group_advantages
+from harts.losses.config import LossConfig
+from harts.losses.denominators import StepDenominators
+from harts.losses.inputs import LossInputs, check_trajectories
+from harts.losses.kl import kl_estimate
+from harts.losses.loss import Loss, LossOutput, make_loss
+from harts.losses.metrics import LossMetrics
+
+__all__ = [
+    "Loss",
+    "LossConfig",
+    "LossInputs",
+    "LossMetrics",
+    "LossOutput",
+    "StepDenominators",
+    "check_trajectories",
+    "fill_advantages",
+    "group_advantages",
+    "kl_estimate",
+    "make_loss",
+]
