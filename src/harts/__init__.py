@@ -3,16 +3,60 @@
 A batch of trajectories becomes a prefix tree, every distinct token runs once, forward and backward, and the
 log-probabilities come back trajectory by trajectory:
 
+    trajectories = harts.read("rollouts.jsonl.gz")
     tree = harts.PrefixTree.build(trajectories)
     packed = harts.pack(tree)
     harts.attach(model)
     logprobs = harts.logprobs(model, packed)
 """
 
-from harts.layout import PackedTree, pack
-from harts.models import attach, detach, logprobs
-from harts.ops.kernels import Kernels
-from harts.trajectory import Trajectory
-from harts.tree import PrefixTree
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Kernels", "PackedTree", "PrefixTree", "Trajectory", "attach", "detach", "logprobs", "pack"]
+if TYPE_CHECKING:
+    from harts.formats import read, write
+    from harts.layout import PackedTree, pack
+    from harts.models import attach, detach, logprobs
+    from harts.ops.kernels import Kernels
+    from harts.plan import make_plan
+    from harts.trajectory import Trajectory
+    from harts.tree import PrefixTree
+
+__all__ = [
+    "Kernels",
+    "PackedTree",
+    "PrefixTree",
+    "Trajectory",
+    "attach",
+    "detach",
+    "logprobs",
+    "make_plan",
+    "pack",
+    "read",
+    "write",
+]
+
+# Loaded on first use: reading, inspecting and planning need neither torch nor transformers.
+_MODULE_OF = {
+    "Kernels": "harts.ops.kernels",
+    "PackedTree": "harts.layout",
+    "PrefixTree": "harts.tree",
+    "Trajectory": "harts.trajectory",
+    "attach": "harts.models",
+    "detach": "harts.models",
+    "logprobs": "harts.models",
+    "make_plan": "harts.plan",
+    "pack": "harts.layout",
+    "read": "harts.formats",
+    "write": "harts.formats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'harts' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

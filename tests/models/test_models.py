@@ -1,0 +1,279 @@
+"""Tree-trained equals separately trained: whole models, against untouched transformers."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harts
+from harts.models import PRESETS, tiny_model
+from harts.models.attach import find_backbone
+from harts.ops.kernels import Kernels
+from harts.testing.fp64 import all_fp64
+from harts.testing.trees import AWKWARD, random_trajectories
+from harts.trajectory import Trajectory
+from harts.tree import PrefixTree
+
+SeparateRows = Callable[[nn.Module, list[Trajectory]], tuple[Tensor, Tensor]]
+
+SHAPES = ["star", "comb", "lengths 63/64/65", "duplicates", "prefix of another", "forest", "one-token branches"]
+HYBRID = "tiny-qwen3.5"
+
+
+def weights_for(trajectories: list[Trajectory], dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, sum(map(len, trajectories)), dtype=dtype, generator=generator)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+
+
+def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items() if grad.norm() > 0)
+
+
+def compare(model: nn.Module, trajectories: list[Trajectory], separate_rows: SeparateRows) -> tuple[float, float]:
+    """Largest difference of log-probs and entropies, and of gradients relative per parameter."""
+    weight = weights_for(trajectories, next(model.parameters()).dtype)
+    expected = torch.stack(separate_rows(model, trajectories))
+    expected_grads = gradients(model, (expected * weight).sum())
+    harts.attach(model)
+    packed = harts.pack(PrefixTree.build(trajectories))
+    ours = torch.stack(harts.logprobs(model, packed, entropy=True))
+    grads = gradients(model, (ours * weight).sum())
+    harts.detach(model)
+    return float((ours - expected).detach().abs().max()), largest_difference(grads, expected_grads)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hybrid_model_in_fp64_on_awkward_trees(shape: str, separate_rows: SeparateRows) -> None:
+    with all_fp64():
+        model = tiny_model(HYBRID, dtype=torch.float64)
+        logprob_error, grad_error = compare(model, AWKWARD[shape], separate_rows)
+    assert logprob_error < 1e-10
+    assert grad_error < 1e-8
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_family_in_fp64_with_several_temperatures(name: str, separate_rows: SeparateRows) -> None:
+    trajectories = [
+        dataclasses.replace(trajectory, temperature=(0.7, 1.0, 1.3)[index % 3])
+        for index, trajectory in enumerate(random_trajectories(np.random.default_rng(5), max_length=150))
+    ]
+    with all_fp64():
+        logprob_error, grad_error = compare(tiny_model(name, dtype=torch.float64), trajectories, separate_rows)
+    assert logprob_error < 1e-10
+    assert grad_error < 1e-8
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_fp32_against_wholly_untouched_code(name: str, separate_rows: SeparateRows) -> None:
+    trajectories = random_trajectories(np.random.default_rng(6), max_length=150)
+    logprob_error, grad_error = compare(tiny_model(name), trajectories, separate_rows)
+    assert logprob_error < 1e-5
+    assert grad_error < 1e-5
+
+
+def test_caterpillar_of_a_thousand_branches_runs() -> None:
+    """Half a million tokens in 2,000 rows; compared with its own trajectories, of which a few are run alone."""
+    trajectories = AWKWARD["caterpillar"]
+    with all_fp64(), torch.no_grad():
+        model = harts.attach(tiny_model(HYBRID, dtype=torch.float64))
+        packed = harts.pack(PrefixTree.build(trajectories), key_cap=20_000)
+        assert len(packed.key_groups) > 10
+        parts = packed.split(harts.logprobs(model, packed))
+        for index in (0, 63, 500, 999):
+            alone = harts.logprobs(model, harts.pack(PrefixTree.build([trajectories[index]])))
+            assert float((parts[index] - alone).abs().max()) < 1e-10
+
+
+def test_law_fails_with_broken_positions(separate_rows: SeparateRows) -> None:
+    trajectories = AWKWARD["star"]
+    with all_fp64(), torch.no_grad():
+        model = tiny_model(HYBRID, dtype=torch.float64)
+        expected, _ = separate_rows(model, trajectories)
+        packed = harts.pack(PrefixTree.build(trajectories))
+        broken = dataclasses.replace(packed, position_T=torch.arange(packed.num_rows))
+        ours = harts.logprobs(harts.attach(model), broken)
+    assert float((ours - expected).abs().max()) > 1e-6
+
+
+def test_law_fails_when_rows_count_once_instead_of_once_per_trajectory(separate_rows: SeparateRows) -> None:
+    """The twin for multiplicities: a shared row must collect the gradients of all trajectories through it."""
+    trajectories = AWKWARD["duplicates"]
+    with all_fp64():
+        model = tiny_model(HYBRID, dtype=torch.float64)
+        expected, _ = separate_rows(model, trajectories)
+        expected_grads = gradients(model, expected.sum())
+        packed = harts.pack(PrefixTree.build(trajectories))
+        ours = harts.logprobs(harts.attach(model), packed)
+        first = torch.zeros(len(packed.token_M) + 1, dtype=torch.bool)
+        once = torch.zeros(packed.num_tokens, dtype=torch.bool)
+        for token, target in enumerate(packed.target_of_N.tolist()):
+            once[token] = not first[target]
+            first[target] = True
+        grads = gradients(model, ours[once].sum())
+    assert largest_difference(grads, expected_grads) > 0.1
+
+
+# -- what users do to their models ---------------------------------------------------------------------------------
+
+
+def test_detach_gives_back_the_same_model() -> None:
+    model = tiny_model(HYBRID)
+    before = {name: type(module) for name, module in model.named_modules()}
+    names, implementation = list(model.state_dict()), model.config._attn_implementation
+    harts.attach(model)
+    assert list(model.state_dict()) == names
+    assert harts.attach(model) is model
+    assert {name: type(module) for name, module in model.named_modules()} != before
+    harts.detach(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.config._attn_implementation == implementation
+    with pytest.raises(ValueError, match=r"not attached; call harts.attach"):
+        harts.logprobs(model, harts.pack(PrefixTree.build(AWKWARD["path"])))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_an_attached_model_still_runs_and_generates_as_before(implementation: str) -> None:
+    model = tiny_model(HYBRID)
+    model.set_attn_implementation(implementation)
+    ids = torch.arange(1, 40).unsqueeze(0)
+    before = model(input_ids=ids).logits
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    harts.attach(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), generated)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    packed = harts.pack(PrefixTree.build(AWKWARD["comb"]))
+    model = harts.attach(tiny_model(HYBRID, dtype=torch.float64, attention_dropout=0.0)).train()
+    plain = gradients(model, harts.logprobs(model, packed).sum())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    harts.logprobs(model, packed).sum().backward()
+    again = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert largest_difference(again, plain) < 1e-12
+
+
+@pytest.mark.parametrize("order", ["attach first", "lora first"])
+def test_lora_before_or_after_attach(order: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_modules=["in_proj_qkv", "out_proj", "q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    trajectories = AWKWARD["star"]
+    model = tiny_model(HYBRID, dtype=torch.float64)
+    if order == "attach first":
+        harts.attach(model)
+    torch.manual_seed(0)
+    lora = peft.get_peft_model(model, config)
+    harts.attach(lora)
+    packed = harts.pack(PrefixTree.build(trajectories))
+    alone = harts.pack(PrefixTree.build(trajectories, share="none"))
+    with all_fp64():
+        grads = gradients_of_trained(lora, harts.logprobs(lora, packed).sum())
+        expected = gradients_of_trained(lora, harts.logprobs(lora, alone).sum())
+    assert grads
+    assert all("lora" in name for name in grads)
+    assert largest_difference(grads, expected) < 1e-8
+    merged = harts.detach(lora).merge_and_unload()
+    assert find_backbone(merged).family.linear_classes() is not None
+
+
+def gradients_of_trained(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+def test_untrained_tokens_are_zero_and_a_batch_without_trained_tokens_still_has_a_graph() -> None:
+    trajectories = AWKWARD["empty response"]
+    model = harts.attach(tiny_model(HYBRID))
+    packed = harts.pack(PrefixTree.build(trajectories))
+    values = harts.logprobs(model, packed)
+    assert values.shape == (packed.num_tokens,)
+    assert (values[~packed.loss_mask_N] == 0).all()
+    assert (values[packed.loss_mask_N] < 0).all()
+    untrained = harts.pack(PrefixTree.build(trajectories[:2]))
+    harts.logprobs(model, untrained).sum().backward()
+    assert all(float(p.grad.abs().max()) == 0 for p in model.parameters() if p.grad is not None)
+
+
+def test_multimodal_checkpoints_run_their_text_model() -> None:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = tiny_model(HYBRID)
+    config = Qwen3_5Config(
+        text_config=text.config.to_dict(),
+        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    )
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    packed = harts.pack(PrefixTree.build(AWKWARD["star"]))
+    with torch.no_grad():
+        ours = harts.logprobs(harts.attach(model), packed)
+        assert torch.equal(ours, harts.logprobs(harts.attach(text), packed))
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_unsupported_models_are_refused_by_name() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
+    with pytest.raises(ValueError, match=r"'gpt2' is not supported; HARTS knows qwen3_5_text, qwen3, llama"):
+        harts.attach(model)
+    with pytest.raises(ValueError, match="Linear is not supported"):
+        harts.attach(nn.Linear(2, 2))
+
+
+def test_options_that_sharing_would_change_are_refused() -> None:
+    sliding = tiny_model("tiny-qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(ValueError, match="sliding_attention"):
+        harts.attach(sliding)
+    dynamic = tiny_model("tiny-llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="rope_type 'dynamic'"):
+        harts.attach(dynamic)
+
+
+def test_active_dropout_is_refused() -> None:
+    packed = harts.pack(PrefixTree.build(AWKWARD["path"]))
+    model = harts.attach(tiny_model(HYBRID, attention_dropout=0.1))
+    harts.logprobs(model, packed)
+    with pytest.raises(ValueError, match=r"dropout is active in config\.attention_dropout"):
+        harts.logprobs(model.train(), packed)
+
+
+def test_token_outside_the_vocabulary_names_trajectory_and_position() -> None:
+    bad = Trajectory(token_ids=[1, 2, 512], loss_mask=[0, 1, 1], id="late")
+    packed = harts.pack(PrefixTree.build([*AWKWARD["path"], bad]))
+    with pytest.raises(
+        ValueError, match=r"trajectory 1 \('late'\), field token_ids: .* below 512, .* 512 at position 2"
+    ):
+        harts.logprobs(harts.attach(tiny_model(HYBRID)), packed)
+
+
+def test_a_head_that_is_no_linear_layer_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("tiny-qwen3")
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ValueError, match="leave the head out"):
+        harts.logprobs(harts.attach(lora), harts.pack(PrefixTree.build(AWKWARD["path"])))
+
+
+def test_kernels_are_named_explicitly() -> None:
+    packed = harts.pack(PrefixTree.build(AWKWARD["path"]))
+    model = harts.attach(tiny_model(HYBRID))
+    with pytest.raises(ValueError, match="impl='cudnn' is not available"):
+        harts.logprobs(model, packed, kernels=Kernels(attention="cudnn"))
