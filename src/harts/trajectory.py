@@ -117,7 +117,9 @@ class Trajectory:
         except ValueError as error:  # ragged nesting
             raise self._error(name, "numbers", "a ragged sequence", "pass one flat list") from error
         if array.dtype.kind not in "iufb":
-            kind = "null among them" if array.dtype.kind == "O" else f"values of type {array.dtype}"
+            kind = f"values of type {array.dtype}"
+            if array.dtype.kind == "O":
+                kind = "null among them" if None in array.ravel().tolist() else "values that are no machine numbers"
             raise self._error(name, "numbers", kind, "pass plain numbers")
         return array
 

@@ -40,6 +40,11 @@ class _Turn:
     token_ids: Ids
     start: int
 
+    @property
+    def span(self) -> slice:
+        """Where the response is."""
+        return slice(self.start, len(self.token_ids))
+
 
 def matches(row: Row) -> bool:
     """Whether a row has this source's telling field."""
@@ -68,36 +73,37 @@ def trajectories(row: Row, *, rows: Rows, reasoning: Reasoning, template: Templa
     turns = _rendered(row, _turns(row, messages, tools, reasoning, template))
     if rows == "turn":
         for turn in turns:
-            yield _build(row, turn.token_ids, [turn], id=f"{id}/turn{turn.number}", **fields)
+            yield _build(row, turn.token_ids, [turn.span], id=f"{id}/turn{turn.number}", **fields)
         return
-    stable = _stable(row, turns)
-    if stable:
-        yield _build(row, stable[-1].token_ids, stable, id=id, **fields)
-    else:
-        (whole,) = _rendered(row, iter([_Turn(0, _whole(row, messages, tools, template), 0)]))
-        yield _build(row, whole.token_ids, [], id=id, **fields)
+    token_ids, spans = _stable(row, turns)
+    if not spans:
+        (whole,) = _rendered(row, _untrained(row, messages, tools, template))
+        token_ids = whole.token_ids
+    yield _build(row, token_ids, spans, id=id, **fields)
 
 
-def _build(row: Row, token_ids: Ids, turns: Sequence[_Turn], **fields: Any) -> Trajectory:
+def _build(row: Row, token_ids: Ids, spans: Sequence[slice], **fields: Any) -> Trajectory:
     mask = np.zeros(len(token_ids), np.bool_)
-    for turn in turns:
-        mask[turn.start : len(turn.token_ids)] = True
+    for span in spans:
+        mask[span] = True
     mask[:1] = False  # a raw row may start with the assistant: nothing predicts its first token
     return build(row, token_ids=token_ids, loss_mask=mask, **fields)
 
 
-def _stable(row: Row, turns: Iterator[_Turn]) -> list[_Turn]:
-    """All turns, if each is a token prefix of the next."""
-    done: list[_Turn] = []
+def _stable(row: Row, turns: Iterator[_Turn]) -> tuple[Ids, list[slice]]:
+    """The last turn's tokens and all turns' responses in them, if each turn is a token prefix of the next."""
+    last: _Turn | None = None
+    spans = []
     for turn in turns:
-        if done:
-            before = done[-1].token_ids
+        if last is not None:
+            before = last.token_ids
             if not np.array_equal(before, turn.token_ids[: min(len(before), turn.start)]):
-                expected = f"assistant message {done[-1].number} as a token prefix of message {turn.number}"
+                expected = f"assistant message {last.number} as a token prefix of message {turn.number}"
                 action = 'this rendering rewrites earlier turns: use rows="turn" (--rows turn), one row a model call'
                 raise row.error("messages", expected, "another rendering", action)
-        done.append(turn)
-    return done
+        last = turn
+        spans.append(turn.span)
+    return (np.zeros(0, np.int32) if last is None else last.token_ids), spans
 
 
 def _turns(
@@ -134,10 +140,13 @@ def _pieces(row: Row, messages: Sequence[Message], tools: Any, template: Templat
     return chatml.pieces(messages, tools)
 
 
-def _whole(row: Row, messages: Sequence[Message], tools: Any, template: Template | None) -> Ids:
+def _untrained(row: Row, messages: Sequence[Message], tools: Any, template: Template | None) -> Iterator[_Turn]:
+    """The whole conversation, where no message is trained."""
     if template is not None and row.get("render") != "raw":
-        return template.render(messages, tools)
-    return np.concatenate([ids for piece in _pieces(row, messages, tools, template) for ids in piece])
+        ids = template.render(messages, tools)
+    else:
+        ids = np.concatenate([ids for piece in _pieces(row, messages, tools, template) for ids in piece])
+    yield _Turn(0, ids, len(ids))
 
 
 def _rendered(row: Row, turns: Iterator[_Turn]) -> Iterator[_Turn]:

@@ -6,17 +6,22 @@ import numpy as np
 
 from harts.trajectory import Trajectory
 
-__all__ = ["check_ids", "check_trainable", "check_vocabulary"]
+__all__ = ["check_ids", "check_trainable", "check_vocabulary", "untrained"]
 
 
-def check_trainable(trajectories: Iterable[Trajectory], name: str = "trajectories") -> None:
+def check_trainable(trajectories: Iterable[Trajectory], *, name: str = "trajectories") -> None:
     """Raise ValueError if no token of any trajectory is trained; single trajectories without one are fine."""
     count = 0
     for trajectory in trajectories:
         count += 1
         if trajectory.loss_mask.any():
             return
-    raise ValueError(
+    raise untrained(name, count)
+
+
+def untrained(name: str, count: int) -> ValueError:
+    """The error about `count` trajectories without a trained token."""
+    return ValueError(
         f"{name}: expected a trained token, came none in {count} trajectories; field loss_mask is 0 everywhere (in "
         "chat rows: no assistant message, or ignore_loss on each)"
     )

@@ -29,7 +29,7 @@ def parts_of(source: Source) -> Iterator[Iterator[Row]]:
         ValueError: no such file, an unknown ending, an empty, truncated or broken file (with the line), a row that is
             no object, NaN or Infinity anywhere in a row.
     """
-    items = iter([source] if isinstance(source, str | PathLike) else source)
+    items = iter([source] if isinstance(source, str | PathLike | Mapping) else source)
     number = 0
 
     def rows(name: str, placed: Iterator[tuple[str, Any]]) -> Iterator[Row]:
@@ -161,7 +161,7 @@ def _note(seen: list[str], name: str) -> float:
 
 
 def _refuse_odd_number(place: str, fields: Any, name: str) -> None:
-    field = _path_of_odd_number(fields) or "(a repeated field)"
+    field = (_path_of_odd_number(fields) or ".(a repeated field)").removeprefix(".")
     row = fields if isinstance(fields, dict) else {}
     raise Row(row, place, 0).error(field, "finite numbers", name, "JSON has no such number: use null, or drop the row")
 
@@ -177,7 +177,7 @@ def _path_of_odd_number(value: Any) -> str | None:
     for name, item in items:
         inner = _path_of_odd_number(item)
         if inner is not None:
-            return (name + inner).lstrip(".") if isinstance(value, dict) else name + inner
+            return name + inner
     return None
 
 

@@ -22,8 +22,8 @@ _KNOWN |= {"messages", "tools", "meta", "source", "render", "token_mask"}
 
 
 def matches(row: Row) -> bool:
-    """Whether a row has this schema's telling field."""
-    return row.get("token_ids") is not None
+    """Whether a row has one of this schema's telling fields."""
+    return any(name in row.fields for name in ("token_ids", "loss_mask", "token_mask"))
 
 
 def trajectories(row: Row) -> Iterator[Trajectory]:

@@ -71,7 +71,9 @@ def first_of(row: Row, names: Sequence[str]) -> str | None:
 
 
 def _splits(column: Any, size: int) -> bool:
-    return not isinstance(column, str | bytes | Mapping) and hasattr(column, "__len__") and len(column) == size
+    if isinstance(column, str | bytes | Mapping) or getattr(column, "ndim", 1) == 0:
+        return False
+    return hasattr(column, "__len__") and len(column) == size
 
 
 def _plain(value: Any) -> Any:

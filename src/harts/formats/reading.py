@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from harts.formats import chat, harts, sglang, trl, verl, vllm
 from harts.formats.chat import Reasoning, Rows
-from harts.formats.checks import check_trainable
+from harts.formats.checks import untrained
 from harts.formats.files import Source, parts_of
 from harts.formats.rows import Row
 from harts.formats.template import Template, load
@@ -33,7 +33,8 @@ def read(
     """All trajectories of a source, checked.
 
     Args:
-        source: a path or several, to JSON Lines (plain, gzip, Zstandard) or Parquet; or an iterable of mappings.
+        source: a path or several, to JSON Lines (plain, gzip, Zstandard) or Parquet; or rows in memory: a mapping or
+            an iterable of them.
         rows: what a chat row becomes: one trajectory a conversation, or one a model call ("turn").
         fmt: whose field names the rows have; "auto" looks at the first row of every file.
         tokenizer: for chat rows: a transformers tokenizer with a chat template, or its directory; None renders ChatML
@@ -88,12 +89,13 @@ def _all(
 
 
 def _checked(trajectories: Iterator[Trajectory], source: Source) -> Iterator[Trajectory]:
-    trained = False
+    trained, count = False, 0
     for trajectory in trajectories:
+        count += 1
         trained = trained or bool(trajectory.loss_mask.any())
         yield trajectory
     if not trained:
-        check_trainable([], fspath(source) if isinstance(source, str | PathLike) else "source")
+        raise untrained(fspath(source) if isinstance(source, str | PathLike) else "source", count)
 
 
 def _reader(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from harts.trajectory import Trajectory
 
-__all__ = ["Row", "build", "common_fields", "respond"]
+__all__ = ["Row", "build", "common_fields", "ids_of", "respond", "to_numpy"]
 
 # Fields of our own schema that hold one value for the whole trajectory; every source may carry them too.
 _PER_TRAJECTORY = ("reward", "temperature")
@@ -34,7 +34,8 @@ class Row:
     def id(self) -> str:
         """The row's own name, else its running number."""
         value = self.fields.get("id")
-        return value if isinstance(value, str) and value else f"row{self.number}"
+        named = isinstance(value, str | int) and not isinstance(value, bool) and value != ""
+        return str(value) if named else f"row{self.number}"
 
     def get(self, *names: str) -> Any:
         """The first field of these names that is there and not null, else None."""
@@ -76,6 +77,16 @@ class Row:
                 action = f"did you mean {near[0]}?" if near else "remove it, or put it into meta"
                 raise self.error(str(name), f"one of {', '.join(sorted(known))}", "an unknown field", action)
 
+    def refuse_unknown_masks(self, known: Collection[str]) -> None:
+        """Raise on a field named like a mask that is not in `known`: it may say which tokens to train.
+
+        Other unknown fields of other frameworks' rows are theirs, and left alone.
+        """
+        for name in self.fields:
+            if str(name).endswith("mask") and name not in known and name != "pixel_attention_mask":
+                expected = f"one of the masks {', '.join(sorted(known))}" if known else "no mask"
+                raise self.error(str(name), expected, "an unknown one", "rename it, or remove it if it trains all")
+
     def _near(self, name: str) -> str:
         near = get_close_matches(name, [str(field) for field in self.fields if field != name], n=1)
         return f"did you mean it by {near[0]}?" if near else f"the row has {', '.join(map(str, self.fields)) or 'none'}"
@@ -86,9 +97,7 @@ def build(row: Row, **fields: Any) -> Trajectory:
     for name in ("logprobs", "ref_logprobs"):
         if fields.get(name) is not None:
             fields[name] = _without_nulls(row, name, fields[name], fields["loss_mask"])
-    ids = fields["token_ids"]
-    if isinstance(ids, list) and bool in set(map(type, ids)):
-        raise row.error("token_ids", "integers", "booleans", "pass token ids")
+    _refuse_booleans(row, "token_ids", fields["token_ids"])
     try:
         return Trajectory(**fields)
     except ValueError as error:
@@ -110,8 +119,8 @@ def respond(
     *,
     id: str,
     group: str,
-    prompt: Any,
-    response: Any,
+    prompt: NDArray[np.int64],
+    response: NDArray[np.int64],
     mask: tuple[str, Any] | None = None,
     values: Mapping[str, tuple[str, Any]] | None = None,
     advantages: Any = None,
@@ -120,11 +129,11 @@ def respond(
     """A trajectory of a prompt and a response, of which only the response is trained.
 
     Args:
+        prompt, response: token ids, [P] and [R].
         mask: the source's name of the mask and its values, one per response token; None trains the whole response.
         values: our field -> (the source's name, values): one value per response token; the prompt gets 0.
         advantages: a number, or one per response token.
     """
-    prompt, response = ids_of(row, "prompt", prompt), ids_of(row, "response", response)
     start, length = len(prompt), len(prompt) + len(response)
     loss_mask: NDArray[Any] = np.zeros(length, np.float64)
     loss_mask[start:] = 1.0 if mask is None else _per_response_token(row, *mask, len(response))
@@ -145,6 +154,7 @@ def respond(
 
 def ids_of(row: Row, name: str, value: Any) -> NDArray[np.int64]:
     """Token ids as int64 [L]; a ValueError for anything but flat integers."""
+    _refuse_booleans(row, name, value)
     try:
         array = to_numpy(value)
     except ValueError as error:
@@ -160,10 +170,18 @@ def ids_of(row: Row, name: str, value: Any) -> NDArray[np.int64]:
 
 def to_numpy(value: Any) -> NDArray[Any]:
     """An array of a list, a numpy array or a tensor of any library that has .detach/.cpu/.numpy."""
-    for step in ("detach", "cpu", "numpy"):
-        if hasattr(value, step):
-            value = getattr(value, step)()
-    return np.asarray(value)
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        try:
+            return np.asarray(value.numpy())
+        except TypeError:  # bfloat16, which numpy does not have
+            return np.asarray(value.float().numpy())
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def _refuse_booleans(row: Row, name: str, ids: Any) -> None:
+    if isinstance(ids, list) and bool in set(map(type, ids)):  # numpy would make them 0 and 1
+        raise row.error(name, "integers", "booleans among them", "is this the mask?")
 
 
 def _per_response_token(row: Row, name: str, value: Any, length: int) -> NDArray[Any]:
@@ -182,9 +200,7 @@ def _length_error(row: Row, name: str, came: int, length: int) -> ValueError:
 def _without_nulls(row: Row, name: str, values: Any, mask: Any) -> Any:
     if not isinstance(values, Sequence) or not any(value is None for value in values):
         return values
-    if len(values) != len(mask):
-        return values  # Trajectory tells which length was expected
-    for position, (value, trained) in enumerate(zip(values, mask, strict=True)):
+    for position, (value, trained) in enumerate(zip(values, mask, strict=False)):  # Trajectory compares the lengths
         if value is None and trained:
             action = "give every trained token its log-probability"
             raise row.error(name, "a number at every trained position", f"null at position {position}", action)

@@ -10,7 +10,7 @@ put the request's `input_ids` beside it, or ask for the prompt's log-probabiliti
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harts.formats.rows import Row, common_fields, respond
+from harts.formats.rows import Row, common_fields, ids_of, respond
 from harts.trajectory import Trajectory
 
 __all__ = ["matches", "trajectories"]
@@ -25,6 +25,7 @@ def matches(row: Row) -> bool:
 
 def trajectories(row: Row) -> Iterator[Trajectory]:
     """The row's one trajectory."""
+    row.refuse_unknown_masks(())
     info = row.require("meta_info")
     if not isinstance(info, Mapping):
         raise row.error("meta_info", "an object", type(info).__name__, "give what /generate returned")
@@ -44,8 +45,8 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
         row,
         id=name,
         group=row.text("group", name),
-        prompt=_prompt(row, info),
-        response=response,
+        prompt=ids_of(row, "input_ids", _prompt(row, info)),
+        response=ids_of(row, "output_ids", response),
         values={"logprobs": ("meta_info.output_token_logprobs", logprobs)},
         advantages=row.get("advantages"),
         **temperature | common_fields(row),

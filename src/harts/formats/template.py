@@ -48,8 +48,9 @@ class Template:
         self._tokenizer = tokenizer
 
     def text(self, text: str) -> Ids:
-        """Token ids of a text alone, int32 [L], no special tokens added; for rows with render "raw"."""
-        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        """Token ids of a text alone, int32 [L], no special tokens added or found in it; for rows with render "raw"."""
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return np.asarray(encoded["input_ids"], np.int32)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool = False) -> Ids:
         """Token ids of messages, int32 [L]; `prompt` adds the generation prompt."""

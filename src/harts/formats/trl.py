@@ -22,6 +22,7 @@ from harts.trajectory import Trajectory
 
 __all__ = ["matches", "trajectories"]
 
+_MASKS = ("attention_mask", "prompt_mask", "completion_mask", "tool_mask", "env_mask")
 _LOGPROBS = ("logprobs", "sampling_per_token_logps", "old_per_token_logps")
 
 
@@ -32,6 +33,7 @@ def matches(row: Row) -> bool:
 
 def trajectories(row: Row) -> Iterator[Trajectory]:
     """One trajectory per sample."""
+    row.refuse_unknown_masks(_MASKS)
     for sample in split(row, "input_ids" if row.get("completion_ids") is None else "completion_ids"):
         yield _of_input_ids(sample) if sample.get("completion_ids") is None else _of_completion(sample)
 

@@ -33,6 +33,7 @@ def matches(row: Row) -> bool:
 
 def trajectories(row: Row) -> Iterator[Trajectory]:
     """One trajectory per sample."""
+    row.refuse_unknown_masks(("attention_mask", "response_mask"))
     for sample in split(row, "responses" if row.get("responses") is not None else "response_ids"):
         yield _trajectory(sample)
 
@@ -41,6 +42,8 @@ def _trajectory(row: Row) -> Trajectory:
     prompt = ids_of(row, "prompts", row.require("prompts", "prompt_ids"))
     response = ids_of(row, "responses", row.require("responses", "response_ids"))
     length = len(response)
+    if row.get("input_ids") is not None:  # the padded batch: prompts on the left, responses on the right
+        row.require("attention_mask")
     attended = inside(row, "attention_mask", len(prompt) + length, what="prompt and response")
     prompt, kept = prompt[attended[: len(prompt)]], attended[len(prompt) :]
     values = {}

@@ -3,13 +3,14 @@
 Field names as in vllm-project/vllm: vllm/outputs.py (RequestOutput: request_id, prompt_token_ids, outputs;
 CompletionOutput: index, token_ids, logprobs) at commit 003d3ee, and vllm/entrypoints/openai/{completion,
 chat_completion}/protocol.py (choices[].token_ids; prompt_token_ids in each completion choice, or beside the choices of
-a chat) at commit 002032e. Every output or choice becomes one trajectory `<id>/<index>` of the group `<id>`.
+a chat) at commit 002032e. Log-probabilities may come as a list of {token id: Logprob}, as a FlatLogprobs, as the
+server's two forms, or as a plain list. Every output or choice becomes one trajectory `<id>/<index>` of the group `<id>`.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harts.formats.rows import Row, common_fields, respond
+from harts.formats.rows import Row, common_fields, ids_of, respond
 from harts.trajectory import Trajectory
 
 __all__ = ["matches", "trajectories"]
@@ -22,6 +23,7 @@ def matches(row: Row) -> bool:
 
 def trajectories(row: Row) -> Iterator[Trajectory]:
     """One trajectory per sampled output."""
+    row.refuse_unknown_masks(())
     name = row.text("request_id", row.text("id", row.id))
     group = row.text("group", name)
     outputs = row.require("outputs", "choices")
@@ -42,8 +44,8 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
             row,
             id=f"{name}/{_get(output, 'index', index)}",
             group=group,
-            prompt=prompt,
-            response=response,
+            prompt=ids_of(row, "prompt_token_ids", prompt),
+            response=ids_of(row, f"{place}.token_ids", response),
             values={"logprobs": (f"{place}.logprobs", logprobs)},
             advantages=_get(output, "advantages", row.get("advantages")),
             **common_fields(row) | _reward(output),
@@ -59,6 +61,11 @@ def _logprobs(row: Row, name: str, value: Any, response: Any) -> list[Any] | Non
     """One log-probability per response token out of any of the forms vLLM has for them."""
     if value is None:
         return None
+    starts = _get(value, "start_indices")
+    if starts is not None:  # a FlatLogprobs as JSON
+        spans = zip(starts, _get(value, "end_indices"), strict=True)
+        ids, numbers = _get(value, "token_ids"), _get(value, "logprobs")
+        value = [dict(zip(ids[start:end], numbers[start:end], strict=True)) for start, end in spans]
     for inner in ("token_logprobs", "content"):  # the server: completions, chat
         listed = _get(value, inner)
         if listed is not None:

@@ -1,0 +1,23 @@
+"""Fixtures for all tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real trajectories that are not in this repository: HARTS_DATA, else shared/data beside it."""
+    folder = Path(os.environ.get("HARTS_DATA", ROOT.parent / "shared" / "data"))
+    if not (folder / "README.md").is_file():
+        pytest.skip(f"no real trajectories in {folder}: set HARTS_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tau_file() -> Path:
+    """The bundled real trajectories: 24 tau-bench conversations."""
+    return ROOT / "examples" / "data" / "tau-airline.jsonl.gz"
