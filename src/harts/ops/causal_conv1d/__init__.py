@@ -5,10 +5,19 @@ from torch import Tensor
 from harts.layout import PackedTree
 from harts.ops.causal_conv1d.reference import causal_conv1d_reference
 from harts.ops.dispatch import choose
+from harts.ops.requirements import require_triton
 
 __all__ = ["causal_conv1d"]
 
-_IMPLEMENTATIONS = {"reference": causal_conv1d_reference}
+
+def _triton(x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, packed: PackedTree, activate: bool) -> Tensor:
+    require_triton("causal_conv1d", x_TD.device)
+    from harts.ops.causal_conv1d.triton import causal_conv1d_triton
+
+    return causal_conv1d_triton(x_TD, weight_DW, bias_D, packed, activate)
+
+
+_IMPLEMENTATIONS = {"reference": causal_conv1d_reference, "triton": _triton}
 
 
 def causal_conv1d(
@@ -28,13 +37,16 @@ def causal_conv1d(
         bias_D: [D] or None.
         packed: the tree.
         activation: `"silu"`, `"swish"` (the same) or None.
-        impl: `"reference"`: plain PyTorch on any device and dtype.
+        impl: `"reference"`: plain PyTorch on any device and dtype. `"triton"`: CUDA; computes in fp32, rounds once,
+            and adds in a fixed order, so that equal runs give equal bits.
 
     Returns:
         y_TD: [T, D], in the dtype of x.
 
     Raises:
-        ValueError: shapes do not fit, more than 4 taps, or an unknown activation or `impl`.
+        ValueError: shapes do not fit, more than 4 taps, an unknown activation or `impl`, or, for `"triton"`, mixed
+            dtypes or another device than CUDA.
+        ImportError: `"triton"` without Triton.
     """
     if x_TD.shape[0] != packed.num_rows or weight_DW.shape[0] != x_TD.shape[1]:
         raise ValueError(

@@ -1,0 +1,58 @@
+"""What a kernel needs to run, checked before it is launched; a refusal says what to install."""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_tensors", "has_triton", "require_triton"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton was told to interpret kernels, which then run on CPU tensors, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def require_triton(op: str, device: torch.device) -> None:
+    """Refuses where a Triton kernel cannot run.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: the tensors lie where Triton does not run.
+    """
+    if not has_triton():
+        raise ImportError(f"{op}: impl='triton' needs Triton; install it with: pip install 'harts[gpu]'")
+    if device.type != "cuda" and not interpreted():
+        raise ValueError(
+            f"{op}: impl='triton' expected tensors on a CUDA device, came {device}; move them, or choose "
+            "impl='reference'"
+        )
+
+
+def check_tensors(op: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors of different dtypes or devices, or of no floating dtype.
+
+    Raises:
+        ValueError: naming the first tensor that does not fit and what it was compared with.
+    """
+    first: tuple[str, Tensor] | None = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(f"{op}: expected {name} to be floating point, came {tensor.dtype}")
+        if first is None:
+            first = name, tensor
+        elif tensor.dtype != first[1].dtype or tensor.device != first[1].device:
+            raise ValueError(
+                f"{op}: expected {name} of one dtype and device with {first[0]} ({first[1].dtype} on "
+                f"{first[1].device}), came {tensor.dtype} on {tensor.device}; convert one of them"
+            )

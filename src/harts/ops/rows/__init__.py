@@ -1,0 +1,146 @@
+"""Duplicating rows, and summing what comes back in a fixed order.
+
+PyTorch's own index backward adds with atomics on a GPU, in an order that changes between runs, or sorts the index anew
+in every backward. Here the index is sorted once, and one program per row adds that row's entries in their order.
+
+Shape suffixes: T rows, K gathered rows, X what a row holds. A suffix 1 is one more entry.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
+
+from harts.ops.dispatch import choose
+from harts.ops.requirements import require_triton
+
+__all__ = ["RowGroups", "gather_rows", "group_rows", "segment_sum"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """Where each row occurs in an index.
+
+    Attributes:
+        order_K: int64 [K]: places in the index, by row, those of one row ascending.
+        offset_T1: int64 [T + 1]: places of row t are `order_K[offset_T1[t]:offset_T1[t + 1]]`.
+    """
+
+    order_K: Tensor
+    offset_T1: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.offset_T1) - 1
+
+
+_GROUPS: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # index -> {(rows, version): groups}
+
+
+def group_rows(index_K: Tensor, num_rows: int) -> RowGroups:
+    """Sorts an index by row, on its device; kept as long as the index lives.
+
+    Args:
+        index_K: int64 [K], entries in [0, num_rows]; `num_rows` itself means "no row" and belongs to no group.
+        num_rows: T.
+    """
+    known = _GROUPS.setdefault(index_K, {})  # type: ignore[no-untyped-call]
+    key = (num_rows, index_K._version)
+    if key not in known:
+        sorted_K, order_K = torch.sort(index_K, stable=True)
+        rows_T1 = torch.arange(num_rows + 1, device=index_K.device)
+        known[key] = RowGroups(order_K, torch.searchsorted(sorted_K, rows_T1))
+    groups: RowGroups = known[key]
+    return groups
+
+
+def gather_rows(x_TX: Tensor, index_K: Tensor, *, missing: bool = False, impl: str | None = None) -> Tensor:
+    """`x_TX.index_select(0, index_K)` with a backward that adds in a fixed order: equal runs give equal bits.
+
+    Args:
+        x_TX: [T, ...].
+        index_K: int64 [K], entries in [0, T). They are not checked on a GPU.
+        missing: entries may be T, which reads a row of zeros.
+        impl: `"torch"`: any device; `"triton"`: CUDA tensors. None takes the one that is deterministic on the device
+            of `x_TX`: `"triton"` on CUDA, else `"torch"`.
+
+    Returns:
+        [K, ...].
+
+    Raises:
+        ValueError: index_K is no int64 vector on the device of x_TX, or an unknown `impl`.
+        ImportError: `"triton"` without Triton.
+    """
+    if index_K.ndim != 1 or index_K.dtype != torch.int64 or index_K.device != x_TX.device:
+        raise ValueError(
+            f"gather_rows: expected an int64 vector on {x_TX.device} as index, came {index_K.dtype} "
+            f"{list(index_K.shape)} on {index_K.device}"
+        )
+    impl = _default(x_TX) if impl is None else impl
+    choose("gather_rows", impl, _SUMS)
+    if impl == "triton":
+        require_triton("gather_rows", x_TX.device)
+    return _GatherRows.apply(x_TX, index_K, missing, impl)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def segment_sum(values_KX: Tensor, groups: RowGroups, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
+    """Sum of the values of each row's group, entries added one by one in their order, in fp32 (fp64 for fp64).
+
+    Args:
+        values_KX: [K, ...].
+        groups: from `group_rows`.
+        out: [T, ...], contiguous, added to in place (each row: what it holds, then the entries) and returned.
+        impl: as for `gather_rows`.
+
+    Returns:
+        [T, ...], in the dtype of the values, or `out`.
+
+    Raises:
+        ValueError: values and groups are of different lengths.
+    """
+    if len(values_KX) != len(groups.order_K):
+        raise ValueError(f"segment_sum: expected {len(groups.order_K)} values, came {len(values_KX)}")
+    run = choose("segment_sum", _default(values_KX) if impl is None else impl, _SUMS)
+    return run(values_KX, groups, out)
+
+
+def _default(tensor: Tensor) -> str:
+    return "triton" if tensor.is_cuda else "torch"
+
+
+def _sum_torch(values_KX: Tensor, groups: RowGroups, out: Tensor | None) -> Tensor:
+    from harts.ops.rows.reference import segment_sum_reference
+
+    return segment_sum_reference(values_KX, groups.order_K, groups.offset_T1, out)
+
+
+def _sum_triton(values_KX: Tensor, groups: RowGroups, out: Tensor | None) -> Tensor:
+    require_triton("segment_sum", values_KX.device)
+    from harts.ops.rows.triton import segment_sum_triton
+
+    return segment_sum_triton(values_KX, groups.order_K, groups.offset_T1, out)
+
+
+_SUMS = {"torch": _sum_torch, "triton": _sum_triton}
+
+
+class _GatherRows(torch.autograd.Function):
+    """Keeps the index alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TX: Tensor, index_K: Tensor, missing: bool, impl: str) -> Tensor:
+        ctx.save_for_backward(index_K)
+        ctx.rows, ctx.impl = len(x_TX), impl
+        if missing:
+            x_TX = torch.cat([x_TX, x_TX.new_zeros(1, *x_TX.shape[1:])])
+        return x_TX.index_select(0, index_K)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_KX: Tensor) -> tuple[Tensor, None, None, None]:
+        (index_K,) = ctx.saved_tensors
+        return segment_sum(grad_KX, group_rows(index_K, ctx.rows), impl=ctx.impl), None, None, None
