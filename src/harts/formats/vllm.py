@@ -4,7 +4,8 @@ Field names as in vllm-project/vllm: vllm/outputs.py (RequestOutput: request_id,
 CompletionOutput: index, token_ids, logprobs) at commit 003d3ee, and vllm/entrypoints/openai/{completion,
 chat_completion}/protocol.py (choices[].token_ids; prompt_token_ids in each completion choice, or beside the choices of
 a chat) at commit 002032e. Log-probabilities may come as a list of {token id: Logprob}, as a FlatLogprobs, as the
-server's two forms, or as a plain list. Every output or choice becomes one trajectory `<id>/<index>` of the group `<id>`.
+server's two forms, or as a plain list. Every output or choice becomes one trajectory `<id>/<index>` of the group
+`<id>`. vLLM reports log-probabilities before temperature unless it runs with logprobs_mode=processed_logprobs.
 """
 
 from collections.abc import Iterator, Mapping
