@@ -1,18 +1,24 @@
 """Full attention on a tree: a row sees its path."""
 
+import torch
 from torch import Tensor
 
 from harts.layout import PackedTree
 from harts.ops.attention.reference import attention_reference
 from harts.ops.dispatch import choose
 
-__all__ = ["attention"]
-
-_IMPLEMENTATIONS = {"reference": attention_reference}
+__all__ = ["attention", "default_impl"]
 
 
 def attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, *, scale: float, impl: str = "reference"
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    packed: PackedTree,
+    *,
+    scale: float,
+    impl: str = "reference",
+    deterministic: bool = False,
 ) -> Tensor:
     """Softmax attention of every row over the rows of its path, itself included.
 
@@ -21,13 +27,19 @@ def attention(
         k_TGD, v_TGV: keys and values, [T, G, D] and [T, G, V]; H is a multiple of G.
         packed: the tree.
         scale: factor on q k^T.
-        impl: `"reference"`: PyTorch's scaled_dot_product_attention per chain on path-gathered keys and values.
+        impl: `"reference"`: PyTorch's scaled_dot_product_attention per chain, any device and dtype. `"varlen"`:
+            FlashAttention 2 as it comes with PyTorch; `"fa4"`: flash-attn-4. Both run on path-gathered keys and
+            values, in fp16 or bf16 on CUDA, and give each row the bits that it has in a batch of separate rows.
+            `default_impl()` names the fastest one installed.
+        deterministic: gradients are equal in every bit from run to run. The flash kernels take longer for it; the
+            reference is as deterministic as PyTorch.
 
     Returns:
         o_THV: [T, H, V].
 
     Raises:
-        ValueError: shapes do not fit each other or the tree, or `impl` is unknown.
+        ValueError: shapes do not fit each other or the tree, `impl` is unknown, or does not take such tensors.
+        ImportError: `"fa4"` without flash-attn-4.
     """
     rows, heads, size = q_THD.shape
     groups = k_TGD.shape[1]
@@ -38,4 +50,39 @@ def attention(
         )
     if heads % groups:
         raise ValueError(f"attention: expected query heads to be a multiple of key heads, came {heads} and {groups}")
-    return choose("attention", impl, _IMPLEMENTATIONS)(q_THD, k_TGD, v_TGV, packed, scale)
+    return choose("attention", impl, _IMPLEMENTATIONS)(q_THD, k_TGD, v_TGV, packed, scale, deterministic)
+
+
+def default_impl() -> str:
+    """The fastest `impl` of this installation: `"fa4"` on Hopper or newer with flash-attn-4, else `"varlen"` on CUDA,
+    else `"reference"`."""
+    from harts.ops.attention.fa4 import has_fa4
+
+    if not torch.cuda.is_available():
+        return "reference"
+    return "fa4" if has_fa4() and torch.cuda.get_device_capability() >= (9, 0) else "varlen"
+
+
+def _reference(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, deterministic: bool
+) -> Tensor:
+    return attention_reference(q_THD, k_TGD, v_TGV, packed, scale)
+
+
+def _varlen(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, deterministic: bool
+) -> Tensor:
+    from harts.ops.attention.paths import attend_paths
+    from harts.ops.attention.varlen import TorchVarlen
+
+    return attend_paths(q_THD, k_TGD, v_TGV, packed, scale, TorchVarlen(q_THD, v_TGV), deterministic)
+
+
+def _fa4(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, deterministic: bool) -> Tensor:
+    from harts.ops.attention.fa4 import FlashAttention4
+    from harts.ops.attention.paths import attend_paths
+
+    return attend_paths(q_THD, k_TGD, v_TGV, packed, scale, FlashAttention4(q_THD, v_TGV), deterministic)
+
+
+_IMPLEMENTATIONS = {"reference": _reference, "varlen": _varlen, "fa4": _fa4}

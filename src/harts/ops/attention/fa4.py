@@ -1,0 +1,101 @@
+"""FlashAttention 4 (CuTe DSL), called below its autograd function, which keeps the gathered keys and values."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harts.layout import KeyGroup
+
+__all__ = ["FlashAttention4", "has_fa4"]
+
+_TESTED = "4.0.0b36"
+
+
+def has_fa4() -> bool:
+    """Whether flash-attn-4 can be imported."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class FlashAttention4:
+    """A `harts.ops.attention.paths.VarlenKernel`.
+
+    Raises:
+        ImportError: flash-attn-4 is not installed, or of a version with other entry points.
+        ValueError: tensors are not on a CUDA device of compute capability 9.0 or above, or of another dtype than fp16
+            or bf16.
+    """
+
+    def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
+        if not has_fa4():
+            raise ImportError(
+                f"attention: impl='fa4' needs flash-attn-4 (tested: {_TESTED}); install it with: pip install "
+                f"'flash-attn-4=={_TESTED}', or choose impl='varlen'"
+            )
+        if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                "attention: impl='fa4' expected fp16 or bf16 tensors on a CUDA device, came "
+                f"{q_THD.dtype} on {q_THD.device}; convert them, or choose impl='reference'"
+            )
+        if torch.cuda.get_device_capability(q_THD.device) < (9, 0):
+            raise ValueError(
+                f"attention: impl='fa4' expected a GPU of compute capability 9.0 or above, came "
+                f"{torch.cuda.get_device_name(q_THD.device)}; choose impl='varlen'"
+            )
+        interface: Any = importlib.import_module("flash_attn.cute.interface")
+        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(interface, name)]
+        if missing:
+            raise ImportError(
+                f"attention: the installed flash-attn-4 has no {missing[0]}; install the tested version with: "
+                f"pip install 'flash-attn-4=={_TESTED}', or choose impl='varlen'"
+            )
+        self.interface = interface
+
+    def forward(
+        self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, group: KeyGroup, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `VarlenKernel`."""
+        out_QHV, lse_HQ, *_ = self.interface._flash_attn_fwd(
+            q_QHD, k_KGD, v_KGV, softmax_scale=scale, causal=True, return_lse=True, num_splits=1, **_lengths(group)
+        )
+        return out_QHV, lse_HQ
+
+    def backward(
+        self,
+        grad_QHV: Tensor,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGV: Tensor,
+        out_QHV: Tensor,
+        lse_HQ: Tensor,
+        group: KeyGroup,
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `VarlenKernel`."""
+        grad_q, grad_k, grad_v = self.interface._flash_attn_bwd(
+            q_QHD,
+            k_KGD,
+            v_KGV,
+            out_QHV,
+            grad_QHV.contiguous(),
+            lse_HQ,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=deterministic,
+            **_lengths(group),
+        )
+        return grad_q, grad_k, grad_v
+
+
+def _lengths(group: KeyGroup) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": group.cu_queries_C1,
+        "cu_seqlens_k": group.cu_keys_C1,
+        "max_seqlen_q": max(group.query_lengths),
+        "max_seqlen_k": max(group.key_lengths),
+    }

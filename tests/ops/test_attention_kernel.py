@@ -1,0 +1,136 @@
+"""Path-gathered attention: the groups, the gather and its backward here; the flash kernels on a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from kernel_law import DEVICE, assert_kernel_law, assert_same_bits, draw, run
+from torch import Tensor
+
+from harts.layout import KeyGroup, PackedTree, pack
+from harts.ops import attention
+from harts.ops.attention import default_impl
+from harts.ops.attention.fa4 import has_fa4
+from harts.ops.attention.paths import attend_paths
+from harts.testing.linear import linear_causal_attention
+from harts.testing.trees import AWKWARD, tree_strategy
+from harts.tree import PrefixTree
+
+SHAPES = [name for name in AWKWARD if name != "caterpillar"]
+AWKWARD_DEPTH = 600
+
+
+class PlainKernel:
+    """What a flash kernel computes, from the definition: the last queries of a path against all of it."""
+
+    def forward(self, q, k, v, group: KeyGroup, scale: float) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            self.leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            outs = []
+            parts = (
+                self.leaves[0].split(list(group.query_lengths)),
+                *(x.split(list(group.key_lengths)) for x in self.leaves[1:]),
+            )
+            for q_path, k_path, v_path in zip(*parts, strict=True):
+                above = q_path.new_zeros(len(k_path) - len(q_path), *q_path.shape[1:])
+                out = linear_causal_attention(torch.cat([above, q_path]), k_path, v_path, scale=scale)
+                outs.append(out[len(above) :])
+            self.out = torch.cat(outs)
+        return self.out.detach(), q.new_zeros(q.shape[1], len(q))
+
+    def backward(self, grad, q, k, v, out, lse, group: KeyGroup, scale: float, deterministic: bool):
+        again = PlainKernel()
+        again.forward(q, k, v, group, scale)
+        assert torch.equal(again.out, out)
+        return torch.autograd.grad(again.out, again.leaves, grad)
+
+
+def inputs_of(packed: PackedTree, size: int = 8, heads: int = 4) -> list[Tensor]:
+    rows = packed.num_rows
+    return [draw(rows, heads, size, seed=1), draw(rows, 2, size, seed=2), draw(rows, 2, size, seed=3)]
+
+
+def check_paths(packed: PackedTree) -> None:
+    assert_kernel_law(
+        lambda *x: attend_paths(*x, packed, 0.3, PlainKernel(), False),
+        lambda *x: attention(*x, packed, scale=0.3),
+        inputs_of(packed),
+    )
+
+
+@pytest.mark.parametrize("key_cap", [1, 300, 100_000])
+@pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
+def test_groups_of_paths(shape: str, key_cap: int) -> None:
+    packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
+    assert (len(packed.key_groups) == 1) == (key_cap == 100_000 or shape in ("duplicates", "prefix of another"))
+    check_paths(packed)
+
+
+@given(tree=tree_strategy(max_trajectories=6, max_length=70))
+@settings(max_examples=10, deadline=None)
+def test_random_trees(tree: PrefixTree) -> None:
+    check_paths(pack(tree, key_cap=150, device=DEVICE))
+
+
+def test_law_fails_when_a_chain_sees_another_path() -> None:
+    packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
+    (group,) = packed.key_groups
+    wrong = group.key_row_K.clone()
+    wrong[-1 - group.query_lengths[-1]] = 0
+    broken = dataclasses.replace(packed, key_groups=(dataclasses.replace(group, key_row_K=wrong),))
+    with pytest.raises(AssertionError, match="error"):
+        assert_kernel_law(
+            lambda *x: attend_paths(*x, broken, 0.3, PlainKernel(), False),
+            lambda *x: attention(*x, packed, scale=0.3),
+            inputs_of(packed),
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_flash_kernels_are_refused_without_a_gpu() -> None:
+    packed = pack(PrefixTree.build(AWKWARD["single token"]))
+    assert default_impl() == "reference"
+    with pytest.raises(ValueError, match="impl='varlen' expected fp16 or bf16 tensors on a CUDA device"):
+        attention(*inputs_of(packed), packed, scale=1.0, impl="varlen")
+    with pytest.raises((ImportError, ValueError), match=r"flash-attn-4|CUDA"):
+        attention(*inputs_of(packed), packed, scale=1.0, impl="fa4")
+
+
+FLASH = [
+    pytest.param("varlen"),
+    pytest.param("fa4", marks=pytest.mark.skipif(not has_fa4(), reason="needs flash-attn-4")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("impl", FLASH)
+def test_flash_kernels_on_a_gpu(impl: str, size: int) -> None:
+    for shape in SHAPES:
+        for key_cap in (700, 100_000):
+            packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
+            op = lambda *x, packed=packed, impl=impl: attention(  # noqa: E731
+                *x, packed, scale=0.1, impl=impl, deterministic=True
+            )
+            reference = lambda *x, packed=packed: attention(*x, packed, scale=0.1)  # noqa: E731
+            inputs = inputs_of(packed, size=size, heads=8)
+            assert_kernel_law(op, reference, inputs, torch.bfloat16)
+            assert_same_bits(op, inputs, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("impl", FLASH)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_equal_those_of_separate_rows(shape: str, impl: str) -> None:
+    outputs = []
+    for share in ("tree", "none"):
+        packed = pack(PrefixTree.build(AWKWARD[shape], share=share), key_cap=1500, device=DEVICE)
+        place = packed.position_T * 64 + packed.token_ids_T  # inputs: functions of the token and its depth
+        tables = [draw(AWKWARD_DEPTH * 64, heads, 256, seed=heads) for heads in (16, 4, 2)]
+        q, k, v = tables[0][place], tables[1][place], tables[2][place].repeat_interleave(2, 1)
+        op = lambda *x, packed=packed, impl=impl: attention(*x, packed, scale=0.06, impl=impl)  # noqa: E731
+        outputs.append(run(op, [q, k, v], torch.bfloat16)[0][packed.row_of_N])
+    assert torch.equal(outputs[0], outputs[1])
