@@ -21,7 +21,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def require_triton(op: str, device: torch.device) -> None:
+def require_triton(op: str, device: torch.device, *, impl: str = "triton", other: str = "reference") -> None:
     """Refuses where a Triton kernel cannot run.
 
     Raises:
@@ -29,11 +29,10 @@ def require_triton(op: str, device: torch.device) -> None:
         ValueError: the tensors lie where Triton does not run.
     """
     if not has_triton():
-        raise ImportError(f"{op}: impl='triton' needs Triton; install it with: pip install 'harts[gpu]'")
+        raise ImportError(f"{op}: impl={impl!r} needs Triton; install it with: pip install 'harts[gpu]'")
     if device.type != "cuda" and not interpreted():
         raise ValueError(
-            f"{op}: impl='triton' expected tensors on a CUDA device, came {device}; move them, or choose "
-            "impl='reference'"
+            f"{op}: impl={impl!r} expected tensors on a CUDA device, came {device}; move them, or choose impl={other!r}"
         )
 
 

@@ -1,16 +1,27 @@
 """Log-probabilities and entropies of trained tokens, from the hidden rows that predict them."""
 
-import torch
 from torch import Tensor
 
 from harts.layout import PackedTree
 from harts.ops.dispatch import choose
 from harts.ops.logprobs.chunked import row_logprobs_chunked
 from harts.ops.logprobs.reference import row_logprobs_reference
+from harts.ops.requirements import require_triton
+from harts.ops.rows import gather_rows
 
 __all__ = ["row_logprobs"]
 
-_IMPLEMENTATIONS = {"chunked": row_logprobs_chunked, "reference": row_logprobs_reference}
+
+def _fused(
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, packed: PackedTree, entropy: bool, chunk_rows: int
+) -> tuple[Tensor, Tensor | None]:
+    require_triton("row_logprobs", hidden_TD.device, impl="fused", other="chunked")
+    from harts.ops.logprobs.triton import row_logprobs_fused
+
+    return row_logprobs_fused(hidden_TD, weight_VD, bias_V, packed, entropy, chunk_rows)
+
+
+_IMPLEMENTATIONS = {"chunked": row_logprobs_chunked, "fused": _fused, "reference": row_logprobs_reference}
 
 
 def row_logprobs(
@@ -34,15 +45,18 @@ def row_logprobs(
         bias_V: [V] or None.
         entropy: whether to return entropies, differentiable too.
         chunk_rows: logit rows that exist at once, >= 1.
-        impl: `"chunked"`: any device, in the dtype of hidden but at least fp32 behind the product. `"reference"`: the
-            same with all logits at once.
+        impl: `"chunked"`: any device, in the dtype of hidden but at least fp32 behind the product. `"fused"`: CUDA, the
+            same in one kernel each way, adding in a fixed order; a row's bits do not depend on the rows beside it. Its
+            chunks are best a few thousand rows. `"reference"`: all logits at once.
 
     Returns:
         logprobs_M: [M], nats, fp32 or fp64.
         entropy_M: [M], entropy (nats) of the distribution each target was drawn from, or None.
 
     Raises:
-        ValueError: shapes do not fit, a target outside the vocabulary, `chunk_rows` < 1, or an unknown `impl`.
+        ValueError: shapes do not fit, a target outside the vocabulary, `chunk_rows` < 1, an unknown `impl`, or, for
+            `"fused"`, mixed dtypes, fp64, or another device than CUDA.
+        ImportError: `"fused"` without Triton.
     """
     if hidden_TD.shape[0] != packed.num_rows or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
@@ -52,5 +66,10 @@ def row_logprobs(
     if chunk_rows < 1:
         raise ValueError(f"row_logprobs: expected chunk_rows >= 1, came {chunk_rows}")
     run = choose("row_logprobs", impl, _IMPLEMENTATIONS)
+    if packed.tree.token_ids_T.max() >= len(weight_VD) and packed.token_M.max() >= len(weight_VD):
+        raise ValueError(
+            f"row_logprobs: expected targets below {len(weight_VD)}, the rows of weight, came "
+            f"{int(packed.token_M.max())}; is the tree of another tokenizer?"
+        )
     logprobs_M, entropy_U = run(hidden_TD, weight_VD, bias_V, packed, entropy, chunk_rows)
-    return logprobs_M, None if entropy_U is None else torch.index_select(entropy_U, 0, packed.head_of_M)
+    return logprobs_M, None if entropy_U is None else gather_rows(entropy_U, packed.head_of_M)

@@ -26,7 +26,11 @@ def row_logprobs_chunked(
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Keeps one log-sum-exp per head row; the backward computes the logits of a chunk again."""
+    """Keeps two numbers per head row, its largest logit and the logarithm of sum exp(logit - largest).
+
+    They are never added up: log p = (logit - largest) - log_sum has one rounding less than logit - logsumexp. The
+    backward computes the logits of a chunk again.
+    """
 
     @staticmethod
     def forward(
@@ -44,24 +48,28 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature_U = temperature_U.to(dtype)
         logprobs_M = hidden_UD.new_empty(len(token_M), dtype=dtype)
         entropy_U = hidden_UD.new_empty(len(hidden_UD) if entropy else 0, dtype=dtype)
-        lse_U = hidden_UD.new_empty(len(hidden_UD), dtype=dtype)
+        norm_2U = hidden_UD.new_empty(2, len(hidden_UD), dtype=dtype)
         for start, stop, targets in _chunks(head_of_M, len(hidden_UD), chunk_rows):
-            logits_RV = _logits(hidden_UD[start:stop], weight_VD, bias_V, temperature_U[start:stop])
-            lse_U[start:stop] = logits_RV.logsumexp(-1)
+            part = slice(start, stop)
+            logits_RV = _logits(hidden_UD[part], weight_VD, bias_V, temperature_U[part])
+            largest_R = logits_RV.amax(-1)
+            logits_RV -= largest_R[:, None]
+            log_sum_R = logits_RV.exp().sum(-1).log()
+            norm_2U[:, part] = torch.stack([largest_R, log_sum_R])
             row = head_of_M[targets] - start
-            logprobs_M[targets] = logits_RV[row, token_M[targets]] - lse_U[start:stop][row]
+            logprobs_M[targets] = logits_RV[row, token_M[targets]] - log_sum_R[row]
             if entropy:
-                probs_RV = (logits_RV - lse_U[start:stop, None]).exp()
-                entropy_U[start:stop] = lse_U[start:stop] - (probs_RV * logits_RV).sum(-1)
-        ctx.save_for_backward(hidden_UD, weight_VD, bias_V, temperature_U, head_of_M, token_M, lse_U, entropy_U)
+                probs_RV = (logits_RV - log_sum_R[:, None]).exp()
+                entropy_U[part] = log_sum_R - (probs_RV * logits_RV).sum(-1)
+        ctx.save_for_backward(hidden_UD, weight_VD, bias_V, temperature_U, head_of_M, token_M, norm_2U, entropy_U)
         ctx.entropy, ctx.chunk_rows = entropy, chunk_rows
         return logprobs_M, entropy_U
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_M: Tensor, grad_entropy_U: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_UD, weight_VD, bias_V, temperature_U, head_of_M, token_M, lse_U, entropy_U = ctx.saved_tensors
-        dtype = lse_U.dtype
+        hidden_UD, weight_VD, bias_V, temperature_U, head_of_M, token_M, norm_2U, entropy_U = ctx.saved_tensors
+        dtype = norm_2U.dtype
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden_UD = torch.empty_like(hidden_UD) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if need_weight else None
@@ -69,10 +77,10 @@ class _HeadLogprobs(torch.autograd.Function):
         for start, stop, targets in _chunks(head_of_M, len(hidden_UD), ctx.chunk_rows):
             part = slice(start, stop)
             logits_RV = _logits(hidden_UD[part], weight_VD, bias_V, temperature_U[part])
-            logp_RV = logits_RV - lse_U[part, None]
+            logp_RV = (logits_RV - norm_2U[0, part, None]) - norm_2U[1, part, None]
             probs_RV = logp_RV.exp()
             row = head_of_M[targets] - start
-            grad_R = torch.zeros_like(lse_U[part]).index_add_(0, row, grad_M[targets])
+            grad_R = torch.zeros_like(norm_2U[0, part]).index_add_(0, row, grad_M[targets])
             grad_RV = -probs_RV * grad_R[:, None]
             grad_RV.index_put_((row, token_M[targets]), grad_M[targets], accumulate=True)
             if ctx.entropy:  # d entropy / d logit = -p (log p + entropy)
