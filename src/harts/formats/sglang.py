@@ -1,8 +1,8 @@
 """What SGLang's `/generate` returns: `output_ids` and `meta_info`.
 
-Field names as in sgl-project/sglang: python/sglang/srt/managers/tokenizer_manager.py at commit 001067f (output_ids,
-meta_info with id, prompt_tokens, input_token_logprobs, output_token_logprobs) and docs/basic_usage/native_api.ipynb at
-commit 440d418. A log-probability entry is [logprob, token id, text or null]. The response does not repeat the prompt:
+Field names as in sgl-project/sglang: output_ids and meta_info in python/sglang/srt/managers/tokenizer_manager.py at
+commit 001067f; meta_info's id, prompt_tokens, input_token_logprobs and output_token_logprobs as in its tests and
+clients. A log-probability entry is [logprob, token id, text or null]. The response does not repeat the prompt:
 put the request's `input_ids` beside it, or ask for the prompt's log-probabilities from its start
 (return_logprob, logprob_start_len=0), whose entries name the prompt's tokens.
 """

@@ -6,8 +6,9 @@ error: an exactness check that quietly runs in fp32 checks little.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,20 +16,26 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["all_fp64"]
 
-_FLOATS = (torch.float32, torch.float)
+# Casts. Replaced rather than intercepted: recomputed activations run inside a backward, where no mode is active.
+_CASTS = ((Tensor, "to"), (Tensor, "softmax"), (torch, "softmax"), (torch.nn.functional, "softmax"))
 
 
-class _Fp64Casts(TorchFunctionMode):
+def _to_double(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value is torch.float32 else value
+
+
+def _lifted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        return plain(*map(_to_double, args), **{name: _to_double(value) for name, value in kwargs.items()})
+
+    return cast
+
+
+class _NoLowPrecision(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if isinstance(arg, torch.dtype) and arg in _FLOATS else arg for arg in args)
-        if kwargs.get("dtype") in _FLOATS:
-            kwargs["dtype"] = torch.float64
-        result = func(*args, **kwargs)
+        result = func(*args, **{name: _to_double(value) for name, value in (kwargs or {}).items()})
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 raise AssertionError(f"{func} gave {value.dtype} in an fp64 check; the model holds a cast that is left")
@@ -45,7 +52,11 @@ def all_fp64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Fp64Casts():
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
+            for owner, name in _CASTS:
+                stack.enter_context(mock.patch.object(owner, name, _lifted(getattr(owner, name))))
+            stack.enter_context(_NoLowPrecision())
             yield
     finally:
         torch.set_default_dtype(default)

@@ -1,0 +1,59 @@
+"""Which trajectories make which step: a pure function of data, seed and step, so that a resumed run sees the same."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from harts.trajectory import Trajectory
+
+__all__ = ["Batches", "data_hash"]
+
+
+class Batches:
+    """Groups in a seeded order, each once an epoch; a step takes the next `groups_per_step` of them.
+
+    Trajectories without a group are a group each. An epoch's last step has the groups that are left.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory], *, groups_per_step: int, seed: int) -> None:
+        groups: dict[str, list[Trajectory]] = {}
+        for index, trajectory in enumerate(trajectories):
+            groups.setdefault(trajectory.group or f"\0{index}", []).append(trajectory)
+        self._groups = list(groups.values())
+        self._per_step, self._seed = groups_per_step, seed
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in the data."""
+        return len(self._groups)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every group comes once."""
+        return -(-len(self._groups) // self._per_step)
+
+    def of_step(self, step: int) -> list[Trajectory]:
+        """Trajectories of optimiser step `step`, counted from 0."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._groups))
+        chosen = order[place * self._per_step : (place + 1) * self._per_step]
+        return [trajectory for group in chosen.tolist() for trajectory in self._groups[group]]
+
+
+def data_hash(trajectories: Sequence[Trajectory]) -> str:
+    """SHA-256 over all that training reads of the trajectories."""
+    digest = hashlib.sha256()
+    for trajectory in trajectories:
+        digest.update(f"{trajectory.group}\0{trajectory.id}\0{len(trajectory)}\0{trajectory.temperature}".encode())
+        digest.update(f"{trajectory.reward}".encode())
+        for array in (
+            trajectory.token_ids,
+            trajectory.loss_mask,
+            trajectory.logprobs,
+            trajectory.ref_logprobs,
+            trajectory.advantages,
+            trajectory.merge_keys,
+        ):
+            digest.update(b"-" if array is None else array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,162 @@
+"""Settings of a training run: few, flat, frozen, checked."""
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from harts.formats.chat import Reasoning, Rows
+from harts.formats.reading import Format
+from harts.losses import LossConfig
+from harts.tree import Share
+
+__all__ = ["TrainConfig"]
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Schedule = Literal["constant", "linear", "cosine"]
+Advantages = Literal["given", "group"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that determines a run.
+
+    Attributes:
+        data: path of the trajectories; see docs/data.md.
+        rows, format, tokenizer, reasoning, limit: how they are read; see `harts.read`.
+        model: a directory with a transformers model, or a preset such as "tiny-qwen3.5" (random weights, its
+            vocabulary made of the token ids that occur in the data).
+        dtype: of the parameters and the computation.
+        loss: see `LossConfig`.
+        advantages: "given" takes those of the trajectories, "group" computes them from the rewards of each group
+            (GRPO). Ignored by the supervised loss.
+        groups_per_step: groups whose trajectories make one optimiser step.
+        steps: optimiser steps.
+        token_budget: most rows of a microbatch, those that are run again included. The one dial for memory.
+        share: "tree"; "prefix" and "none" are the baselines.
+        recompute: whether activations are recomputed in the backward.
+        learning_rate, schedule, warmup_steps: linear warm-up, then constant, or down to 0 linearly or as a cosine.
+        weight_decay: of matrices; vectors (norms, biases) have none.
+        max_grad_norm: the gradient is scaled down to this norm; None: not.
+        seed: of the order of groups and of a preset's weights.
+        checkpoint_every: steps between checkpoints; one is always written at the end and when interrupted.
+        device: "cpu", "cuda", ...
+    """
+
+    data: str
+    rows: Rows = "trajectory"
+    format: Format = "auto"
+    tokenizer: str | None = None
+    reasoning: Reasoning = "keep"
+    limit: int | None = None
+    model: str = "tiny-qwen3.5"
+    dtype: Dtype = "float32"
+    loss: LossConfig = field(default_factory=LossConfig)
+    advantages: Advantages = "group"
+    groups_per_step: int = 2
+    steps: int = 100
+    token_budget: int = 32_768
+    share: Share = "tree"
+    recompute: bool = True
+    learning_rate: float = 1e-3
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    checkpoint_every: int = 50
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            self._check_type(entry.name, entry.type)
+        for name in ("groups_per_step", "steps", "token_budget", "checkpoint_every"):
+            self._check(name, getattr(self, name) >= 1, "a number >= 1")
+        self._check("limit", self.limit is None or self.limit >= 1, "a number >= 1, or left out")
+        self._check("learning_rate", 0 < self.learning_rate < math.inf, "a finite number > 0")
+        self._check("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number >= 0")
+        self._check("warmup_steps", 0 <= self.warmup_steps < self.steps, f"0 to {self.steps - 1}, below steps")
+        norm = self.max_grad_norm
+        self._check("max_grad_norm", norm is None or 0 < norm < math.inf, "a finite number > 0, or left out")
+
+    @classmethod
+    def load(cls, path: str | Path, changes: Mapping[str, Any] | None = None) -> "TrainConfig":
+        """Reads a TOML file; a relative `data` or `model` directory in it is taken relative to the file.
+
+        Args:
+            path: the file. Its `[loss]` table holds the fields of `LossConfig`.
+            changes: fields that override the file's.
+
+        Raises:
+            ValueError: unknown field (with the closest known one), wrong type or value.
+        """
+        path = Path(path)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ValueError(f"{path}: no such file; pass a TOML file with the settings of a run") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: not valid TOML: {error}") from error
+        for name in ("data", "model", "tokenizer"):
+            beside = path.parent / str(values.get(name, ""))
+            if isinstance(values.get(name), str) and (name == "data" or beside.is_dir()):
+                values[name] = str(beside)
+        return cls.from_dict({**values, **(changes or {})}, where=str(path))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> "TrainConfig":
+        """From plain values, the loss as a nested mapping; the inverse of `to_dict`."""
+        values = dict(values)
+        _check_names(values, cls, where)
+        if "data" not in values:
+            raise ValueError(f"{where}: field data is missing; name the file with the trajectories")
+        loss = values.get("loss", {})
+        if isinstance(loss, Mapping):
+            _check_names(loss, LossConfig, f"{where}, [loss]")
+            values["loss"] = LossConfig(**loss)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return dataclasses.asdict(self)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Learning rate of optimiser step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        left = 1 - (step - self.warmup_steps) / (self.steps - self.warmup_steps)
+        if self.schedule == "linear":
+            return self.learning_rate * left
+        if self.schedule == "cosine":
+            return self.learning_rate * (1 - math.cos(math.pi * left)) / 2
+        return self.learning_rate
+
+    def _check(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"config, field {name}: expected {expected}, came {getattr(self, name)!r}")
+
+    def _check_type(self, name: str, kind: Any) -> None:
+        value = getattr(self, name)
+        if get_origin(kind) is Literal:
+            names = ", ".join(map(repr, get_args(kind)))
+            self._check(name, value in get_args(kind), f"one of {names}")
+            return
+        kinds = get_args(kind) or (kind,)
+        if float in kinds and type(value) is int:
+            object.__setattr__(self, name, float(value))
+        elif type(value) not in kinds:
+            expected = " or ".join(getattr(k, "__name__", str(k)).replace("NoneType", "nothing") for k in kinds)
+            self._check(name, False, expected)
+
+
+def _check_names(values: Mapping[str, Any], kind: type, where: str) -> None:
+    known = [entry.name for entry in dataclasses.fields(kind)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ValueError(f"{where}: unknown field {name}; {hint}")

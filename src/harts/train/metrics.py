@@ -1,0 +1,81 @@
+"""What a step reports, and the JSON Lines file it goes to."""
+
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MetricsFile", "StepMetrics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimiser step.
+
+    Attributes:
+        step: counted from 1.
+        learning_rate: of this step.
+        grad_norm: before it was scaled down.
+        trajectories, tokens: of the step.
+        unique_rows: distinct tokens of the step's tree.
+        recomputed_rows: prefix rows run again because a tree was cut over microbatches.
+        replayed_rows: rows fed again to the linear-attention recurrence only.
+        trained_rows: rows that reach the head.
+        sharing: tokens / unique_rows.
+        microbatches, slots: of the plan.
+        idle_fraction: share of the replicas' predicted time spent waiting.
+        seconds: of the whole step; plan_seconds: of building tree, plan and layouts.
+        rows_per_s: (unique + recomputed rows) / seconds.
+        loss: parts of the loss and its statistics; see `harts.losses.LossMetrics`.
+    """
+
+    step: int
+    learning_rate: float
+    grad_norm: float
+    trajectories: int
+    tokens: int
+    unique_rows: int
+    recomputed_rows: int
+    replayed_rows: int
+    trained_rows: int
+    sharing: float
+    microbatches: int
+    slots: int
+    idle_fraction: float
+    seconds: float
+    plan_seconds: float
+    rows_per_s: float
+    loss: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat record; the loss's entries keep their own names, its total is `loss`."""
+        record = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "loss"}
+        clash = record.keys() & self.loss.keys()
+        return {**record, **{(f"loss_{name}" if name in clash else name): value for name, value in self.loss.items()}}
+
+
+class MetricsFile:
+    """JSON Lines, one record a step, each written whole. Opening it for a resumed run drops later steps' records."""
+
+    def __init__(self, path: Path, *, steps_done: int) -> None:
+        self._path = path
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= steps_done]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(partial, path)
+
+    def append(self, metrics: StepMetrics) -> None:
+        """Adds a record and flushes it."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics.to_dict()) + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        """All records."""
+        return [json.loads(line) for line in self._lines()]
+
+    def _lines(self) -> list[str]:
+        """Whole lines; one cut off by a crash is not a record."""
+        if not self._path.exists():
+            return []
+        return [line.rstrip("\n") for line in self._path.open(encoding="utf-8") if line.endswith("\n") and line.strip()]

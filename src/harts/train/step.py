@@ -1,0 +1,179 @@
+"""One optimiser step: tree, plan, microbatches forward and backward, update."""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harts.layout import PackedTree, pack
+from harts.losses import Loss, LossInputs, LossMetrics, StepDenominators
+from harts.models import logprobs
+from harts.ops.kernels import Kernels
+from harts.plan import Plan, check_plan, make_plan
+from harts.train.parallel import Replicas
+from harts.trajectory import Trajectory
+from harts.tree import PrefixTree, Share
+
+__all__ = ["Microbatch", "StepPlan", "accumulate", "plan_step", "score", "update"]
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """What this replica runs in one slot.
+
+    Attributes:
+        indices: its trajectories within the step; empty where this replica has nothing left to do.
+        packed: their rows; a dummy row where empty, so that every replica runs something in every slot.
+    """
+
+    indices: tuple[int, ...]
+    packed: PackedTree
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """A step's schedule.
+
+    Attributes:
+        trajectories: of the whole step, on all replicas.
+        tree: all of them in one tree.
+        plan: slots x replicas.
+        microbatches: this replica's, slot after slot.
+        seconds: what building all this took.
+    """
+
+    trajectories: Sequence[Trajectory]
+    tree: PrefixTree
+    plan: Plan
+    microbatches: Sequence[Microbatch]
+    seconds: float
+
+
+def plan_step(
+    trajectories: Sequence[Trajectory],
+    *,
+    token_budget: int,
+    share: Share = "tree",
+    replicas: Replicas | None = None,
+    plan: Plan | None = None,
+    device: str = "cpu",
+) -> StepPlan:
+    """Plans a step and packs this replica's microbatches.
+
+    Args:
+        trajectories: of the whole step, the same on every replica.
+        token_budget: most rows of a microbatch.
+        share: what is merged.
+        replicas: this process among those that train together; None: alone.
+        plan: a saved plan to follow instead of making one.
+        device: of the packed trees.
+
+    Raises:
+        ValueError: a trajectory does not fit the budget, or the plan is of other trajectories.
+    """
+    start = time.perf_counter()
+    replicas = replicas or Replicas()
+    tree = PrefixTree.build(trajectories, share=share)
+    plan = plan or make_plan(tree, token_budget=token_budget, num_replicas=replicas.size)
+    check_plan(tree, plan, share=share, thorough=False)
+    microbatches = []
+    for slot in plan.microbatches:
+        indices = slot[replicas.rank].trajectories
+        chosen = [trajectories[index] for index in indices] or [_DUMMY]
+        packed = pack(PrefixTree.build(chosen, share=share), device=device)
+        microbatches.append(Microbatch(indices, packed))
+    return StepPlan(trajectories, tree, plan, microbatches, time.perf_counter() - start)
+
+
+_DUMMY = Trajectory(token_ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_), id="dummy row")
+
+
+@torch.no_grad()
+def score(model: nn.Module, step: StepPlan, *, kernels: Kernels | None = None) -> dict[int, Tensor]:
+    """Log-probs of each of this replica's trajectories, by index within the step, without gradients."""
+    scores: dict[int, Tensor] = {}
+    for microbatch in step.microbatches:
+        values = microbatch.packed.split(logprobs(model, microbatch.packed, kernels=kernels))
+        scores.update(zip(microbatch.indices, values, strict=False))
+    return scores
+
+
+def accumulate(
+    model: nn.Module,
+    step: StepPlan,
+    loss: Loss,
+    *,
+    old: dict[int, Tensor] | None = None,
+    reference: dict[int, Tensor] | None = None,
+    kernels: Kernels | None = None,
+) -> LossMetrics:
+    """Adds the gradients of this replica's share of the step to `.grad`.
+
+    Args:
+        model: attached.
+        step: from `plan_step`.
+        loss: its denominators are those of the whole step, so microbatches and replicas simply add up.
+        old, reference: log-probs of this replica's trajectories from `score`; None takes the recorded ones.
+        kernels: implementations of the ops.
+
+    Returns:
+        What the loss reports, summed over this replica's microbatches.
+    """
+    denominators = StepDenominators.from_trajectories(step.trajectories)
+    total: LossMetrics | None = None
+    for microbatch in step.microbatches:
+        packed, indices = microbatch.packed, microbatch.indices
+        if not indices:
+            # lock step: the same collectives run in the backward as on the replicas that have work
+            (logprobs(model, packed, kernels=kernels).sum() * 0).backward()  # type: ignore[no-untyped-call]
+            continue
+        values, entropy = _score_with_entropy(model, packed, loss.requires, kernels)
+        inputs = LossInputs.from_trajectories(
+            [step.trajectories[index] for index in indices],
+            values,
+            sequences=indices,
+            entropy=entropy,
+            old_logprobs=None if old is None else torch.cat([old[index] for index in indices]),
+            ref_logprobs=None if reference is None else torch.cat([reference[index] for index in indices]),
+            requires=loss.requires,
+        )
+        output = loss(inputs, denominators)
+        output.loss.backward()  # type: ignore[no-untyped-call]
+        total = output.metrics if total is None else total + output.metrics
+    if total is None:
+        raise ValueError("plan: this replica has no microbatch in any slot; use fewer replicas or larger steps")
+    return total
+
+
+def _score_with_entropy(
+    model: nn.Module, packed: PackedTree, requires: Collection[str], kernels: Kernels | None
+) -> tuple[Tensor, Tensor | None]:
+    if "entropy" in requires:
+        return logprobs(model, packed, entropy=True, kernels=kernels)
+    return logprobs(model, packed, kernels=kernels), None
+
+
+def update(
+    optimizer: torch.optim.Optimizer, replicas: Replicas, *, learning_rate: float, max_grad_norm: float | None
+) -> float:
+    """Sums gradients over replicas, bounds their norm, steps, clears them. Returns the norm before it was bounded.
+
+    Raises:
+        ValueError: the gradient is not finite; parameters and optimiser are as before.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    replicas.sum_gradients(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    if not torch.isfinite(norm):
+        raise ValueError(f"gradient norm: expected a finite number, came {norm.item()}; nothing was updated")
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)

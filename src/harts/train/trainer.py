@@ -1,0 +1,289 @@
+"""Trainer: a config and an output folder in, a trained model, metrics and checkpoints out; resumable exactly."""
+
+import copy
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harts.formats import read
+from harts.losses import fill_advantages, make_loss
+from harts.models import PRESETS, attach, tiny_model
+from harts.testing.workloads import remap_vocabulary
+from harts.train.batches import Batches, data_hash
+from harts.train.checkpoint import (
+    CheckpointInfo,
+    latest_checkpoint,
+    load_checkpoint,
+    read_info,
+    save_checkpoint,
+)
+from harts.train.config import TrainConfig
+from harts.train.metrics import MetricsFile, StepMetrics
+from harts.train.parallel import Replicas
+from harts.train.step import StepPlan, accumulate, plan_step, score, update
+from harts.trajectory import Trajectory
+
+__all__ = ["Interrupted", "Trainer"]
+
+# Settings that may differ between a checkpoint and the run that goes on from it.
+_MAY_CHANGE = {
+    "data",
+    "model",
+    "tokenizer",
+    "steps",
+    "checkpoint_every",
+    "device",
+    "token_budget",
+    "recompute",
+    "share",
+}
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came; the step was finished and a checkpoint written."""
+
+
+class Trainer:
+    """Holds the model, the data and the files of one run.
+
+    Args:
+        config: settings.
+        out: folder for metrics.jsonl, config.json and checkpoints; made if it does not exist.
+        resume: go on from the newest checkpoint in `out`. Without it, `out` must hold no run.
+        log: receives lines for people.
+
+    Raises:
+        ValueError: bad settings or data, a folder in use, or a checkpoint of another model, data or settings.
+    """
+
+    def __init__(
+        self, config: TrainConfig, out: str | Path, *, resume: bool = False, log: Callable[[str], None] = print
+    ) -> None:
+        self.config, self.out, self.log = config, Path(out), log
+        self.replicas = Replicas.join(config.device)
+        checkpoint = self._find_checkpoint(resume)
+        self.loss = make_loss(config.loss)
+        self.trajectories = self._read()
+        self.data_hash = data_hash(self.trajectories)
+        self.batches = Batches(self.trajectories, groups_per_step=config.groups_per_step, seed=config.seed)
+        self.model = self._make_model()
+        self.replicas.same_start(self.model)
+        self.reference = self._make_reference()
+        self.optimizer = _make_optimizer(self.model, config)
+        self.step = 0 if checkpoint is None else self._resume(checkpoint)
+        if self.replicas.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            _write_whole(self.out / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        self.metrics = (
+            MetricsFile(self.out / "metrics.jsonl", steps_done=self.step) if self.replicas.rank == 0 else None
+        )
+
+    def run(self) -> Iterator[StepMetrics]:
+        """Trains to the last step, giving each step's metrics; writes checkpoints on the way and at the end.
+
+        Raises:
+            Interrupted: a signal came; everything up to the last finished step is on disk.
+        """
+        with _signals() as interrupted:
+            while self.step < self.config.steps:
+                metrics = self._train_step()
+                if self.metrics is not None:
+                    self.metrics.append(metrics)
+                stop = self.replicas.any(interrupted.is_set)
+                if stop or self.step % self.config.checkpoint_every == 0 or self.step == self.config.steps:
+                    self.save()
+                yield metrics
+                if stop:
+                    raise Interrupted(f"interrupted after step {self.step}; go on with --resume")
+
+    def save(self) -> None:
+        """Writes a checkpoint of the steps done so far."""
+        if self.replicas.rank == 0:
+            info = CheckpointInfo(self.step, self.config.to_dict(), self.data_hash)
+            self.log(f"wrote {save_checkpoint(self.out, info, self.model, self.optimizer)}")
+        self.replicas.wait()
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan of optimiser step `step`, counted from 0."""
+        return plan_step(
+            self.batches.of_step(step),
+            token_budget=self.config.token_budget,
+            share=self.config.share,
+            replicas=self.replicas,
+            device=self.config.device,
+        )
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def _train_step(self) -> StepMetrics:
+        start = time.perf_counter()
+        step = self.plan(self.step)
+        old, reference = self._missing_scores(step)
+        losses = accumulate(self.model, step, self.loss, old=old, reference=reference)
+        if self.replicas.size > 1:
+            losses = losses.all_reduce()
+        learning_rate = self.config.learning_rate_at(self.step)
+        norm = update(
+            self.optimizer, self.replicas, learning_rate=learning_rate, max_grad_norm=self.config.max_grad_norm
+        )
+        self.step += 1
+        seconds = time.perf_counter() - start
+        plan = step.plan
+        return StepMetrics(
+            step=self.step,
+            learning_rate=learning_rate,
+            grad_norm=norm,
+            trajectories=step.tree.num_trajectories,
+            tokens=step.tree.num_tokens,
+            unique_rows=step.tree.num_rows,
+            recomputed_rows=plan.recomputed_rows,
+            replayed_rows=plan.replayed_rows,
+            trained_rows=sum(len(microbatch.packed.head_row_U) for microbatch in step.microbatches),
+            sharing=step.tree.sharing,
+            microbatches=sum(not part.is_empty for slot in plan.microbatches for part in slot),
+            slots=plan.slots,
+            idle_fraction=plan.idle_fraction,
+            seconds=seconds,
+            plan_seconds=step.seconds,
+            rows_per_s=(step.tree.num_rows + plan.recomputed_rows) / seconds,
+            loss=losses.values(),
+        )
+
+    def _missing_scores(self, step: StepPlan) -> tuple[dict[int, Tensor] | None, dict[int, Tensor] | None]:
+        """Passes without gradients for log-probs that the loss needs and the trajectories do not bring."""
+        requires, old, reference = self.loss.requires, None, None
+        recorded = all(trajectory.logprobs is not None for trajectory in step.trajectories)
+        if "behaviour_logprobs" in requires or ("old_logprobs" in requires and not recorded):
+            old = score(self.model, step)
+        if self.reference is not None:
+            reference = score(self.reference, step)
+        return old, reference
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    def _find_checkpoint(self, resume: bool) -> Path | None:
+        checkpoint = latest_checkpoint(self.out) if self.out.exists() else None
+        if resume and checkpoint is None:
+            raise ValueError(f"{self.out}: expected a checkpoint to resume from, found none; leave --resume out")
+        if not resume and (checkpoint is not None or (self.out / "metrics.jsonl").exists()):
+            raise ValueError(f"{self.out}: holds a run already; pass --resume to go on with it, or another folder")
+        return checkpoint
+
+    def _read(self) -> list[Trajectory]:
+        config = self.config
+        trajectories = read(
+            config.data,
+            rows=config.rows,
+            fmt=config.format,
+            tokenizer=config.tokenizer,
+            reasoning=config.reasoning,
+            limit=config.limit,
+        )
+        if config.advantages == "group" and "advantages" in self.loss.requires:
+            trajectories = fill_advantages(trajectories)
+        given = [] if "behaviour_logprobs" in self.loss.requires else ["old_logprobs"]
+        self.loss.check(trajectories, given=[*given, "ref_logprobs", "entropy"])
+        longest = max(trajectories, key=len)
+        if len(longest) > config.token_budget:
+            raise ValueError(
+                f"trajectory {longest.name}, field token_ids: expected at most the token budget "
+                f"({config.token_budget}), came {len(longest)} tokens; set token_budget to {len(longest) + 64} or more"
+            )
+        return trajectories
+
+    def _make_model(self) -> nn.Module:
+        config = self.config
+        dtype = getattr(torch, config.dtype)
+        if config.model in PRESETS:
+            self.trajectories, vocabulary = remap_vocabulary(self.trajectories)
+            self.log(f"{config.model}: random weights, vocabulary of the {len(vocabulary):,} token ids in the data")
+            model = tiny_model(config.model, dtype=dtype, seed=config.seed, vocab_size=len(vocabulary))
+        elif Path(config.model).is_dir():
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
+        else:
+            raise ValueError(
+                f"config, field model: expected a directory or one of {', '.join(PRESETS)}, came {config.model!r}"
+            )
+        attach(model.to(config.device)).train()
+        if config.recompute:
+            # renamed in transformers 5.2x
+            enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        return model
+
+    def _make_reference(self) -> nn.Module | None:
+        """The starting weights, kept to score with, where a KL term needs scores that are not recorded."""
+        recorded = all(trajectory.ref_logprobs is not None for trajectory in self.trajectories)
+        if "ref_logprobs" not in self.loss.requires or recorded:
+            return None
+        return copy.deepcopy(self.model).eval().requires_grad_(False)
+
+    def _resume(self, checkpoint: Path) -> int:
+        info = read_info(checkpoint)
+        if info.data_hash != self.data_hash:
+            raise ValueError(f"{checkpoint}: was written while training on other data; pass the same file and options")
+        ours = json.loads(json.dumps(self.config.to_dict()))
+        for name, value in info.config.items():
+            if name not in _MAY_CHANGE and ours.get(name) != value:
+                raise ValueError(
+                    f"{checkpoint}: field {name} was {value!r} there and is {ours.get(name)!r} here; a resumed run "
+                    f"keeps its settings, except {', '.join(sorted(_MAY_CHANGE))}"
+                )
+        load_checkpoint(checkpoint, self.model, self.optimizer)
+        self.log(f"resumed from {checkpoint}")
+        return info.step
+
+
+def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: Sequence[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)
+
+
+@dataclasses.dataclass
+class _Flag:
+    is_set: bool = False
+
+
+@contextmanager
+def _signals() -> Iterator[_Flag]:
+    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as usual."""
+    flag = _Flag()
+    previous: dict[int, Any] = {}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        flag.is_set = True
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, on_signal)
+    except ValueError:  # not in the main thread: whoever owns it handles signals
+        previous.clear()
+    try:
+        yield flag
+    finally:
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,258 @@
+"""The training step and the trainer: any plan the same gradients, exact resume, drift, bad input."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harts
+from harts.losses import LossConfig, make_loss
+from harts.models import tiny_model
+from harts.testing.fp64 import all_fp64
+from harts.testing.trees import random_trajectories
+from harts.train import Interrupted, TrainConfig, Trainer
+from harts.train.checkpoint import latest_checkpoint
+from harts.train.step import accumulate, plan_step, score, update
+from harts.trajectory import Trajectory
+
+LOSSES = {
+    "supervised": LossConfig(algorithm="supervised"),
+    "grpo": LossConfig(algorithm="grpo", normalization="sequence", kl_coef=0.1, entropy_coef=0.01),
+    "gspo": LossConfig(algorithm="gspo", clip_low=0.2, clip_high=0.2),
+}
+
+
+def rollouts(seed: int = 0, **changes: Any) -> list[Trajectory]:
+    rng = np.random.default_rng(seed)
+    found = random_trajectories(rng, num_trajectories=9, min_length=20, max_length=120, vocab_size=40, **changes)
+    return [dataclasses.replace(one, ref_logprobs=one.logprobs, group=f"g{i // 3}") for i, one in enumerate(found)]
+
+
+def write(path: Path, trajectories: Sequence[Trajectory]) -> str:
+    harts.write(path, trajectories)
+    return str(path)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_plan_gives_the_same_gradients(name: str) -> None:
+    trajectories, loss = rollouts(), make_loss(LOSSES[name])
+    with all_fp64():
+        model = harts.attach(tiny_model("tiny-qwen3.5", dtype=torch.float64))
+        results = []
+        for budget, share in ((100_000, "tree"), (260, "tree"), (200, "tree"), (300, "none")):
+            step = plan_step(trajectories, token_budget=budget, share=share)
+            old = score(model, step)
+            metrics = accumulate(model, step, loss, old=old)
+            results.append((len(step.microbatches), metrics.values()["loss"], gradients(model)))
+    assert results[0][0] == 1
+    assert all(count > 1 for count, *_ in results[1:])
+    for _, value, grads in results[1:]:
+        assert value == pytest.approx(results[0][1], rel=1e-12)
+        for key, expected in results[0][2].items():
+            assert float((grads[key] - expected).norm()) <= 1e-8 * float(expected.norm()), key
+
+
+def test_update_refuses_a_gradient_that_is_not_finite() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.full_like(model.weight, torch.nan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="expected a finite number, came nan"):
+        update(optimizer, harts.train.step.Replicas(), learning_rate=0.1, max_grad_norm=1.0)
+    assert torch.equal(model.weight, before)
+
+
+# -- the trainer ---------------------------------------------------------------------------------------------------
+
+
+def config(data: str, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "loss": LossConfig(algorithm="supervised"),
+        "groups_per_step": 2,
+        "steps": 6,
+        "token_budget": 400,
+        "learning_rate": 3e-3,
+        "checkpoint_every": 2,
+        "dtype": "float64",
+    }
+    return TrainConfig(data=data, **{**settings, **changes})
+
+
+def run(trainer: Trainer) -> list[dict[str, Any]]:
+    return [metrics.to_dict() for metrics in trainer.run()]
+
+
+def timeless(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    clocks = ("seconds", "plan_seconds", "rows_per_s")
+    return [{key: value for key, value in record.items() if key not in clocks} for record in records]
+
+
+def test_supervised_loss_falls_and_everything_is_on_disk(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    trainer = Trainer(config(data, steps=8, schedule="cosine", warmup_steps=2), tmp_path / "run")
+    records = run(trainer)
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == records
+    assert records[0]["unique_rows"] < records[0]["tokens"]
+    assert records[0]["learning_rate"] == pytest.approx(1.5e-3)
+    assert (tmp_path / "run/checkpoint-000008/model.safetensors").exists()
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint-000008")
+    assert torch.equal(loaded.lm_head.weight, trainer.model.lm_head.weight)
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    settings = config(data, loss=LossConfig(algorithm="grpo", kl_coef=0.05), weight_decay=0.1)
+    whole = run(Trainer(settings, tmp_path / "whole"))
+    steps = Trainer(settings, tmp_path / "parts").run()
+    for _ in range(3):  # dies behind step 3; the newest checkpoint is that of step 2
+        next(steps)
+    steps.close()
+    resumed = Trainer(settings, tmp_path / "parts", resume=True)
+    assert resumed.step == 2
+    run(resumed)
+    parts = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
+    assert timeless(parts) == timeless(whole)
+    first, second = (latest_checkpoint(tmp_path / name) for name in ("whole", "parts"))
+    assert first is not None
+    assert second is not None
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    trainer = Trainer(config(data), tmp_path / "run")
+    steps = trainer.run()
+    next(steps)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted, match="--resume"):
+        list(steps)
+    assert latest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoint-000002"
+
+
+def test_missing_behaviour_and_reference_logprobs_are_computed(tmp_path: Path) -> None:
+    bare = [dataclasses.replace(one, logprobs=None, ref_logprobs=None) for one in rollouts()]
+    data = write(tmp_path / "data.jsonl", bare)
+    settings = config(data, loss=LossConfig(algorithm="grpo", kl_coef=0.1), steps=2)
+    records = run(Trainer(settings, tmp_path / "run"))
+    assert records[0]["ratio_mean"] == pytest.approx(1, abs=1e-9)
+    assert records[0]["ref_kl"] == pytest.approx(0, abs=1e-9)
+    assert records[1]["ref_kl"] > 1e-6
+
+
+def test_two_replicas_train_as_one(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    script = (
+        "import sys, harts.train as t; c = t.TrainConfig.load(sys.argv[1]); "
+        "list(t.Trainer(c, sys.argv[2], log=lambda line: None).run())"
+    )
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'data = "{Path(data).name}"\nsteps = 2\ntoken_budget = 250\ngroups_per_step = 3\ndtype = "float64"\n'
+        '[loss]\nalgorithm = "supervised"\n'
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, str(tmp_path / "script.py"), str(toml), str(tmp_path / "two")],
+        check=True, env=environment, capture_output=True,
+    )  # fmt: skip
+    alone = run(Trainer(TrainConfig.load(toml), tmp_path / "one"))
+    pair = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in pair] == pytest.approx([r["loss"] for r in alone], rel=1e-7)
+    assert [r["grad_norm"] for r in pair] == pytest.approx([r["grad_norm"] for r in alone], rel=1e-6)
+
+
+def test_tree_training_follows_separate_rows(tmp_path: Path) -> None:
+    """A short run of what benchmarks/drift.py does at length."""
+    data = write(tmp_path / "data.jsonl", rollouts())
+    with all_fp64():
+        records = {s: run(Trainer(config(data, share=s), tmp_path / s)) for s in ("tree", "none")}
+    for ours, theirs in zip(records["tree"], records["none"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_budget": 50}, r"trajectory '\w+', field token_ids: .* token budget \(50\)"),
+        ({"model": "gpt-17"}, "expected a directory or one of tiny-qwen3.5"),
+        ({"groups_per_step": 0}, "field groups_per_step: expected a number >= 1, came 0"),
+        ({"steps": True}, "field steps: expected int"),
+        ({"dtype": "float8"}, "field dtype: expected one of 'float32'"),
+        ({"learning_rate": float("nan")}, "field learning_rate: expected a finite number > 0"),
+        ({"warmup_steps": 6}, "field warmup_steps"),
+    ],
+)
+def test_bad_settings(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    with pytest.raises(ValueError, match=message):
+        Trainer(config(data, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_rewards_are_named(tmp_path: Path) -> None:
+    bare = [dataclasses.replace(one, reward=None, advantages=None) for one in rollouts()]
+    data = write(tmp_path / "data.jsonl", bare)
+    for advantages, field in (("group", "reward"), ("given", "advantages")):
+        with pytest.raises(ValueError, match=rf"trajectory '\w+'.*{field}"):
+            Trainer(config(data, loss=LossConfig(), advantages=advantages), tmp_path / "run")
+
+
+def test_unknown_field_in_the_file_names_the_closest(tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text('data = "x.jsonl"\nlearning_rte = 1\n')
+    with pytest.raises(ValueError, match=r"unknown field learning_rte; did you mean learning_rate\?"):
+        TrainConfig.load(toml)
+    toml.write_text("data = 'x.jsonl'\n[loss]\nclip = 1\n")
+    with pytest.raises(ValueError, match=r"\[loss\]: unknown field clip"):
+        TrainConfig.load(toml)
+    toml.write_text("steps = 3\n")
+    with pytest.raises(ValueError, match="field data is missing"):
+        TrainConfig.load(toml)
+
+
+def test_a_folder_in_use_is_not_overwritten(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    run(Trainer(config(data, steps=1), tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds a run already; pass --resume"):
+        Trainer(config(data, steps=1), tmp_path / "run")
+    with pytest.raises(ValueError, match="expected a checkpoint to resume from, found none"):
+        Trainer(config(data, steps=1), tmp_path / "other", resume=True)
+
+
+def test_resuming_with_other_data_settings_or_model_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    settings = config(data, steps=1)
+    run(Trainer(settings, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"field learning_rate was 0\.003 there and is 0\.1 here"):
+        Trainer(dataclasses.replace(settings, learning_rate=0.1), tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match=r"a checkpoint of another model: parameter model\.layers\.0"):
+        Trainer(dataclasses.replace(settings, model="tiny-llama"), tmp_path / "run", resume=True)
+    other = write(tmp_path / "other.jsonl", rollouts(seed=1))
+    with pytest.raises(ValueError, match="other data"):
+        Trainer(dataclasses.replace(settings, data=other), tmp_path / "run", resume=True)
