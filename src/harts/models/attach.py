@@ -108,6 +108,11 @@ def _check_config(config: Any) -> None:
             f"model: layer types {sorted(unknown)} are not supported; expected full_attention and linear_attention "
             "only (switch sliding windows off in the config)"
         )
+    if not layer_types and getattr(config, "sliding_window", None):
+        raise ValueError(
+            f"model: sliding windows (config.sliding_window = {config.sliding_window}) are not supported; switch them "
+            "off in the config"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise ValueError(

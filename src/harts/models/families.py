@@ -19,11 +19,14 @@ class Family:
         attention: "module:Class" of the full-attention mixer; it goes through transformers' attention interface.
         linear_mixer: "module:Class" of the linear-attention mixer and of ours that takes its place; None without one.
         mask: what to hand the backbone as `attention_mask` so that it builds none of its own.
+        router: "module:Class" of the router of a mixture-of-experts layer, which gives (logits [T, experts], weights
+            and indices [T, experts per token]); None without one.
     """
 
     attention: str
     linear_mixer: tuple[str, str] | None
     mask: Callable[[torch.device], Any]
+    router: str | None = None
 
     def attention_class(self) -> type[nn.Module]:
         """The class named by `attention`."""
@@ -32,6 +35,10 @@ class Family:
     def linear_classes(self) -> tuple[type[nn.Module], type[nn.Module]] | None:
         """The classes named by `linear_mixer`: theirs and ours."""
         return None if self.linear_mixer is None else (_load(self.linear_mixer[0]), _load(self.linear_mixer[1]))
+
+    def router_class(self) -> type[nn.Module] | None:
+        """The class named by `router`."""
+        return None if self.router is None else _load(self.router)
 
 
 def _load(path: str) -> type[nn.Module]:
@@ -64,6 +71,30 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama": Family(
         attention=f"{_MODELS}.llama.modeling_llama:LlamaAttention", linear_mixer=None, mask=_ready_made_mask
+    ),
+    "qwen3_5_moe_text": Family(
+        attention=f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeAttention",
+        linear_mixer=(
+            f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeGatedDeltaNet",
+            "harts.models.qwen3_5_moe:TreeGatedDeltaNet",
+        ),
+        router=f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeTopKRouter",
+        mask=_no_mask_per_layer_type,
+    ),
+    "qwen3_next": Family(
+        attention=f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextAttention",
+        linear_mixer=(
+            f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet",
+            "harts.models.qwen3_next:TreeGatedDeltaNet",
+        ),
+        router=f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextTopKRouter",
+        mask=_no_mask_per_layer_type,
+    ),
+    "qwen3_moe": Family(
+        attention=f"{_MODELS}.qwen3_moe.modeling_qwen3_moe:Qwen3MoeAttention",
+        linear_mixer=None,
+        router=f"{_MODELS}.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter",
+        mask=_ready_made_mask,
     ),
 }
 """By `model_type` of the text config."""

@@ -20,26 +20,43 @@ _COMMON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_HYBRID: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+# a quarter of the head is rotated; the sections share its 2 frequencies among text, height and width
+_QUARTER_ROTARY: Mapping[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000_000.0,
+    "partial_rotary_factor": 0.25,
+}
+_THREE_SECTIONS = {"rope_parameters": {**_QUARTER_ROTARY, "mrope_section": [1, 1, 0]}}
+
+_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "experts_implementation": "eager",  # the others have no fp64
+}
+
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "tiny-qwen3.5": (
-        "Qwen3_5Text",
-        {
-            "num_hidden_layers": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            # a quarter of the head is rotated; the sections share its 2 frequencies among text, height and width
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000_000.0,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": [1, 1, 0],
-            },
-        },
-    ),
+    "tiny-qwen3.5": ("Qwen3_5Text", {**_HYBRID, **_THREE_SECTIONS}),
     "tiny-qwen3": ("Qwen3", {"num_hidden_layers": 2}),
     "tiny-llama": ("Llama", {"num_hidden_layers": 2}),
+    "tiny-qwen3.5-moe": (
+        "Qwen3_5MoeText",
+        {**_HYBRID, **_THREE_SECTIONS, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    ),
+    "tiny-qwen3-next": (
+        "Qwen3Next",
+        {**_HYBRID, "rope_parameters": _QUARTER_ROTARY, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    ),
+    "tiny-qwen3-moe": ("Qwen3Moe", {"num_hidden_layers": 2, **_EXPERTS}),
 }
 """Name -> (class stem in transformers, changes to the common config)."""
 
@@ -48,7 +65,8 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
     """A small model with random weights, in evaluation mode, the same for the same arguments.
 
     Its recurrent layers keep 90-99.9 % of their state per token. transformers' own random initialisation forgets it
-    within a token, and then no comparison could tell whether a branch started from the right state.
+    within a token, and then no comparison could tell whether a branch started from the right state. Its routers prefer
+    some experts; fresh ones give all nearly the same probability, which would hide a wrong weight.
 
     Args:
         name: one of `PRESETS`.
@@ -72,6 +90,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
         remember(model)
+        _make_choosy(model)
     return model.to(dtype).eval()  # type: ignore[no-any-return]
 
 
@@ -84,3 +103,10 @@ def remember(model: nn.Module) -> None:
             # the decay is exp(-A softplus(a + dt_bias)); a is small, and softplus(log(e - 1)) is 1
             a_log.data = forget.log().to(a_log)
             dt_bias.data.fill_(math.log(math.e - 1))
+
+
+def _make_choosy(model: nn.Module) -> None:
+    """Scales the routers' weights so that the logits of a token spread by about one."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data *= 8

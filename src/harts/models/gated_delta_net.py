@@ -1,0 +1,61 @@
+"""The part that all gated delta rule mixers of transformers share, on a tree.
+
+Shape suffixes: T rows, D channels, C channels of q, k and v together, G value heads, V value size, X = T * G.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from harts.layout import PackedTree
+from harts.ops import causal_conv1d, gated_delta_rule
+from harts.ops.kernels import Kernels
+
+__all__ = ["TreeMixer"]
+
+
+class TreeMixer(nn.Module):
+    """Goes before a transformers mixer in a class's bases: `packed=` runs on the rows of a tree, all else is the mixer.
+
+    The object shares parameters and submodules of the mixer that it stands for; families differ in how one input
+    projection or several give q, k, v, gate, writing strength and step size.
+    """
+
+    @abstractmethod
+    def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Input projections: q, k and v side by side [T, C], gate [X, V], writing strength and step size [T, G]."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packed: PackedTree | None = None, **kwargs: Any
+    ) -> Tensor:  # [1, T, D] -> [1, T, D]
+        """Runs on the rows of `packed`; without it, as the original does."""
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        kernels: Kernels = kwargs["kernels"]
+        mixer: Any = self
+        rows = hidden_states.shape[1]
+        qkv_TC, gate_XV, b_TG, a_TG = self.project(hidden_states[0])
+        qkv_TC = causal_conv1d(
+            qkv_TC,
+            mixer.conv1d.weight.squeeze(1),
+            mixer.conv1d.bias,
+            packed,
+            activation=mixer.activation,
+            impl=kernels.causal_conv1d,
+        )
+        q_TC, k_TC, v_TC = torch.split(qkv_TC, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
+        dtype = torch.promote_types(a_TG.dtype, torch.float32)
+        out_TGV = gated_delta_rule(
+            q_TC.view(rows, -1, mixer.head_k_dim),
+            k_TC.view(rows, -1, mixer.head_k_dim),
+            v_TC.view(rows, -1, mixer.head_v_dim),
+            -mixer.A_log.to(dtype).exp() * softplus(a_TG.to(dtype) + mixer.dt_bias),
+            b_TG.sigmoid(),
+            packed,
+            impl=kernels.gated_delta_rule,
+        )
+        normed_XV = mixer.norm(out_TGV.reshape(-1, mixer.head_v_dim), gate_XV)
+        return mixer.out_proj(normed_XV.view(1, rows, -1))  # type: ignore[no-any-return]
