@@ -40,8 +40,16 @@ def register(original: str) -> str:
         if packed is None:
             return _original(original, module)(module, query, key, value, attention_mask, **kwargs)
         q_THD, k_TGD, v_TGV = (x[0].transpose(0, 1) for x in (query, key, value))
-        impl = (kernels or Kernels()).attention
-        out_THV = attention(q_THD, k_TGD, v_TGV, packed, scale=kwargs["scaling"], impl=impl)
+        kernels = kernels or Kernels()
+        out_THV = attention(
+            q_THD,
+            k_TGD,
+            v_TGV,
+            packed,
+            scale=kwargs["scaling"],
+            impl=kernels.attention,
+            deterministic=kernels.deterministic,
+        )
         return out_THV.unsqueeze(0), None
 
     AttentionInterface.register(name, tree_attention)

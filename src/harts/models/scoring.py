@@ -3,13 +3,13 @@
 from typing import Any, Literal, overload
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
+from harts.ops.rows import gather_rows
 
 __all__ = ["logprobs"]
 
@@ -75,7 +75,7 @@ def logprobs(
 
 def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
     """One gather hands a row's value to every trajectory through it; its backward sums their gradients."""
-    return torch.cat([values_M, values_M.new_zeros(1)]).index_select(0, packed.target_of_N)
+    return gather_rows(values_M, packed.target_of_N, missing=True)
 
 
 def _head_weight(backbone: Backbone) -> tuple[Tensor, Tensor | None]:
