@@ -1,0 +1,192 @@
+"""make_plan: a tree, a budget and a number of replicas become a schedule. A pure function."""
+
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harts.blocks import BLOCK
+from harts.cost import CostModel, count_rounds
+from harts.plan.bound import bound_makespan
+from harts.plan.fingerprint import fingerprint
+from harts.plan.leaves import Leaves
+from harts.plan.problem import Problem
+from harts.plan.schedule import Microbatch, Plan
+from harts.plan.search import search_partition
+from harts.tree import PrefixTree
+
+__all__ = ["lower_bound", "make_plan"]
+
+Ints = NDArray[np.int64]
+
+_NO_CAP = 2**62
+
+
+def make_plan(
+    tree: PrefixTree,
+    *,
+    token_budget: int,
+    num_replicas: int = 1,
+    cost_model: CostModel | None = None,
+    key_cap: int | None = None,
+) -> Plan:
+    """Cuts a tree into microbatches and places them on slots and replicas.
+
+    Minimises the sum over slots of the slowest replica, then the total cost. Trajectories stay whole; those of one
+    group may go to several replicas. The same input gives the same plan, and a permutation of the trajectories a plan
+    of equal cost. See docs/planning.md.
+
+    Args:
+        tree: all trajectories of one step.
+        token_budget: most unique + recomputed + replayed rows of a microbatch, at least the longest trajectory.
+        num_replicas: data-parallel replicas, which meet at the end of every slot.
+        cost_model: what to balance; None balances rows.
+        key_cap: most gathered keys of a microbatch (the sum of its chains' path lengths); None for no cap.
+
+    Raises:
+        ValueError: an argument is no positive integer, or a trajectory alone exceeds the budget or the cap.
+    """
+    start = time.perf_counter()
+    problem, cost_model = _pose(tree, token_budget, num_replicas, cost_model, key_cap)
+    part_L, bound = search_partition(problem)
+    microbatches = _schedule(problem, part_L)
+    return Plan(
+        microbatches=microbatches,
+        token_budget=problem.token_budget,
+        num_replicas=problem.num_replicas,
+        key_cap=None if key_cap is None else problem.key_cap,
+        cost_model=cost_model,
+        lower_bound=bound,
+        separate_cost=_separate_cost(tree, cost_model),
+        fingerprint=fingerprint(tree, token_budget, num_replicas, key_cap, cost_model),
+        uncut_budget=_uncut_budget(problem.leaves),
+        plan_s=time.perf_counter() - start,
+    )
+
+
+def lower_bound(
+    tree: PrefixTree,
+    *,
+    token_budget: int,
+    num_replicas: int = 1,
+    cost_model: CostModel | None = None,
+    key_cap: int | None = None,
+) -> float:
+    """The makespan that no plan can go below; arguments and errors as of `make_plan`."""
+    return bound_makespan(_pose(tree, token_budget, num_replicas, cost_model, key_cap)[0])
+
+
+def _pose(
+    tree: PrefixTree, token_budget: int, num_replicas: int, cost_model: CostModel | None, key_cap: int | None
+) -> tuple[Problem, CostModel]:
+    budget = _positive("token_budget", token_budget)
+    replicas = _positive("num_replicas", num_replicas)
+    cap = _NO_CAP if key_cap is None else _positive("key_cap", key_cap)
+    if cost_model is not None and not isinstance(cost_model, CostModel):
+        raise ValueError(f"cost_model: expected a CostModel or None, came {type(cost_model).__name__}")
+    lengths = [len(trajectory) for trajectory in tree.trajectories]
+    longest = int(np.argmax(lengths))
+    for name, limit in (("token_budget", budget), ("key_cap", cap)):
+        if lengths[longest] > limit:
+            raise ValueError(
+                f"{name}: expected at least {lengths[longest]}, the length of trajectory "
+                f"{tree.trajectories[longest].name} (index {longest}), came {limit}; a trajectory is never split, so "
+                f"{lengths[longest]} is the smallest {name} that works"
+            )
+    cost_model = cost_model or CostModel.of_rows()
+    leaves = Leaves.of(tree)
+    trained_L = np.zeros(leaves.num_leaves, np.int64)
+    if cost_model.time.trained_rows:
+        trained_L = _trained_per_leaf(tree, leaves)
+    return Problem(leaves, cost_model.time, trained_L, budget, cap, replicas), cost_model
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name}: expected an integer >= 1, came {value!r}; pass a positive whole number")
+    return int(value)
+
+
+def _trained_per_leaf(tree: PrefixTree, leaves: Leaves) -> Ints:
+    """int64 [L]: head rows of each leaf's trajectories. One that several leaves train counts with the first."""
+    trained_L = np.zeros(leaves.num_leaves, np.int64)
+    order = np.argsort(-leaves.leaf_of_B, kind="stable").tolist()
+    for temperature in sorted({trajectory.temperature for trajectory in tree.trajectories}):
+        leaf_T = np.full(tree.num_rows, -1, np.int64)
+        for index in order:
+            trajectory = tree.trajectories[index]
+            if trajectory.temperature == temperature:
+                leaf_T[tree.rows_of(index)[np.flatnonzero(trajectory.loss_mask) - 1]] = leaves.leaf_of_B[index]
+        trained_L += np.bincount(leaf_T[leaf_T >= 0], minlength=leaves.num_leaves)
+    return trained_L
+
+
+def _separate_cost(tree: PrefixTree, cost_model: CostModel) -> float:
+    """Cost of all trajectories as rows of their own, each one chain; constants and rounds left out."""
+    time = cost_model.time
+    length_B = np.array([len(trajectory) for trajectory in tree.trajectories])
+    trained = sum(trajectory.num_trained for trajectory in tree.trajectories) if time.trained_rows else 0
+    per_row = time.rows + time.linear_rows + time.gathered_keys
+    pairs = float((length_B * (length_B + 1) / 2).sum())
+    rows = per_row * float(length_B.sum())
+    return rows + time.pairs * pairs + time.chains * len(length_B) + time.trained_rows * trained
+
+
+def _uncut_budget(leaves: Leaves) -> int:
+    """Rows, with replay, of the largest tree of the forest."""
+    rows_L = leaves.length_L - leaves.common_L // BLOCK * BLOCK
+    return int(np.add.reduceat(rows_L, np.flatnonzero(leaves.common_L == 0)).max())
+
+
+def _schedule(problem: Problem, part_L: Ints) -> tuple[tuple[Microbatch, ...], ...]:
+    """Sorts the microbatches by cost into slots, and says what each one holds."""
+    leaves, time = problem.leaves, problem.time
+    leaf_L, shared_L = leaves.common_within(part_L)
+    first = np.append(0, np.flatnonzero(np.diff(part_L[leaf_L])) + 1)
+    stop = np.append(first[1:], len(leaf_L))
+    rounds = np.array([count_rounds(shared_L[a:b].tolist()) for a, b in zip(first, stop, strict=True)])
+    cost = problem.cost_of_parts(part_L) + time.rounds * rounds
+    length_L = leaves.length_L[leaf_L]
+    rows = np.add.reduceat(length_L - shared_L, first)
+    fed_rows = np.add.reduceat(length_L - shared_L // BLOCK * BLOCK, first)
+    keys = np.add.reduceat(length_L, first)
+    order = np.lexsort((leaf_L[first], -cost))  # largest first, equal ones in row order
+    rank_of_part = np.empty_like(order)
+    rank_of_part[order] = np.arange(len(order))
+    rank_L = np.empty_like(leaf_L)
+    rank_L[leaf_L] = np.repeat(rank_of_part, stop - first)
+    unique = _unique_rows(leaves, rank_L)
+    rank_B = rank_L[leaves.leaf_of_B]
+    by_rank = np.argsort(rank_B, kind="stable")
+    members = np.split(by_rank, np.flatnonzero(np.diff(rank_B[by_rank])) + 1)
+    made = [
+        Microbatch(
+            trajectories=tuple(members[rank].tolist()),
+            unique_rows=int(unique[rank]),
+            recomputed_rows=int(rows[part] - unique[rank]),
+            replayed_rows=int(fed_rows[part] - rows[part]),
+            gathered_keys=int(keys[part]),
+            chains=int(stop[part] - first[part]),
+            rounds=int(rounds[part]),
+            cost=float(cost[part]),
+        )
+        for rank, part in enumerate(order)
+    ]
+    replicas = problem.num_replicas
+    made += [Microbatch()] * (-len(made) % replicas)
+    return tuple(tuple(made[at : at + replicas]) for at in range(0, len(made), replicas))
+
+
+def _unique_rows(leaves: Leaves, rank_L: Ints) -> Ints:
+    """int64 [microbatches]: rows that no microbatch of a lower rank has."""
+    unique = [0] * (int(rank_L.max()) + 1)
+    rank, length = rank_L.tolist(), leaves.length_L.tolist()
+    lowest: list[int] = []  # rank that first runs the path down to each branch point
+    for branch in leaves.branches:
+        for leaf in branch.leaves:
+            unique[rank[leaf]] += length[leaf] - branch.depth
+        below = [rank[leaf] for leaf in branch.leaves] + [lowest[at] for at in branch.branches]
+        lowest.append(min(below))
+        unique[lowest[-1]] += branch.depth - branch.above
+    return np.array(unique, np.int64)
