@@ -1,82 +1,14 @@
-"""FLOPs of a model, from the sizes in its transformers config (read by attribute or key; nothing is imported).
+"""Model FLOPs of trees: what a step asks for, and how much a tree can save at most.
 
-A multiply-add counts 2. Counted are matrix products and the two mixers; norms, activations, rotary embeddings and the
-embedding's look-up are not. The formulas, per layer and row unless said otherwise:
-
-- full attention: 2 x hidden x (queries + keys + values + output), queries doubled where an output gate is part of
-  their projection; per visible pair 4 x heads x head_dim (scores and weighted values).
-- gated delta rule: 2 x hidden x (2 keys + 2 values + 2 value_heads) in and 2 x values x hidden out, the short
-  convolution's taps, and the chunked recurrence of Yang et al., "Gated Delta Networks" (2024): with chunks of C = 64,
-  per value head 2C x (3 key_dim + 2 value_dim) for K K^T, Q K^T and the triangular systems' products, and
-  6 x key_dim x value_dim for reading and updating the state. Replayed rows repeat only the recurrence.
-- MLP: 6 x hidden x intermediate; mixture of experts: that of the experts chosen per token, the shared expert and
-  the router.
-- head: 2 x hidden x vocabulary for each trained row.
-
-A backward counts twice its forward.
+The formulas are in `harts.cost.config`.
 """
 
-import hashlib
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from harts.blocks import BLOCK
-from harts.cost import Coefficients, Counts, count
+from harts.cost import Counts, count, forward_flops, model_identity
 from harts.tree import PrefixTree
 
 __all__ = ["flop_limit", "flops", "forward_flops", "model_identity"]
-
-_GATED_QUERIES = ("qwen3_5", "qwen3_next")
-_IDENTITY_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "layer_types",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-)
-
-
-def forward_flops(config: Any) -> Coefficients:
-    """FLOPs of one forward for one of each of `Counts`.
-
-    Args:
-        config: config of a Qwen3.5, Qwen3-Next, Qwen3, Llama or Mixtral-like model, dense or mixture of experts; the
-            whole one or its text part; an object or a dictionary.
-
-    Raises:
-        ValueError: a size is missing, or a layer is neither full nor linear attention.
-    """
-    sizes = _Sizes(config)
-    hidden = sizes.need("hidden_size")
-    rows = pairs = linear_rows = 0.0
-    for layer, kind in enumerate(sizes.layer_types()):
-        if kind == "full_attention":
-            heads, head_dim = sizes.need("num_attention_heads"), sizes.head_dim()
-            queries, keys = heads * head_dim, sizes.get("num_key_value_heads", heads) * head_dim
-            rows += 2 * hidden * (queries * (2 + sizes.has_query_gate()) + 2 * keys)
-            pairs += 4 * queries
-        else:
-            per_row, per_linear_row = _gated_delta_rule(sizes, hidden)
-            rows += per_row
-            linear_rows += per_linear_row
-        rows += _mlp(sizes, layer, hidden)
-    head = 2.0 * hidden * sizes.need("vocab_size")
-    return Coefficients(rows=rows, pairs=pairs, linear_rows=linear_rows, trained_rows=head)
 
 
 def flops(
@@ -98,90 +30,5 @@ def flops(
 
 
 def flop_limit(config: Any, separate: Counts | PrefixTree, tree: Counts | PrefixTree) -> float:
-    """The most that a tree can speed up a step: FLOPs of separate rows over those of the tree, without replayed rows."""
+    """The most that a tree can speed up a step: FLOPs of separate rows over those of the tree, no replayed rows."""
     return flops(config, separate) / flops(config, tree)
-
-
-def model_identity(config: Any) -> str:
-    """Names a model's architecture, e.g. `qwen3_5_text 32x2560 1f0c9a77`: type, layers x hidden, hash of all sizes."""
-    sizes = _Sizes(config)
-    fields = {name: sizes.get(name, None) for name in _IDENTITY_FIELDS}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    fields["layer_types"] = sizes.layer_types()
-    fields["num_experts"] = sizes.num_experts()
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{fields.get('model_type', 'model')} {len(fields['layer_types'])}x{sizes.need('hidden_size')} {digest}"
-
-
-class _Sizes:
-    """Reads sizes of a config's text part by attribute or key."""
-
-    def __init__(self, config: Any) -> None:
-        inner = self._read(config, "text_config")
-        self.config = config if inner is None else inner
-
-    @staticmethod
-    def _read(config: Any, name: str) -> Any:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-    def get(self, name: str, default: Any) -> Any:
-        value = self._read(self.config, name)
-        return default if value is None else value
-
-    def need(self, name: str) -> int:
-        value = self.get(name, None)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config, field {name}: expected an integer >= 1, came {value!r}; pass the model's config")
-        return value
-
-    def head_dim(self) -> int:
-        head_dim: int = self.get("head_dim", self.need("hidden_size") // self.need("num_attention_heads"))
-        return head_dim
-
-    def has_query_gate(self) -> bool:
-        of_type = str(self.get("model_type", "")).startswith(_GATED_QUERIES)
-        return bool(self.get("attn_output_gate", of_type))
-
-    def num_experts(self) -> int:
-        number: int = self.get("num_experts", self.get("num_local_experts", 0))
-        return number
-
-    def layer_types(self) -> list[str]:
-        number = self.need("num_hidden_layers")
-        every = self.get("full_attention_interval", None)
-        kinds = self.get("layer_types", None)
-        if kinds is None and every is not None:
-            kinds = ["full_attention" if (at + 1) % every == 0 else "linear_attention" for at in range(number)]
-        kinds = list(kinds) if kinds is not None else ["full_attention"] * number
-        unknown = sorted(set(kinds) - {"full_attention", "linear_attention"})
-        if unknown or len(kinds) != number:
-            came = f"{unknown}" if unknown else f"{len(kinds)} of them for {number} layers"
-            raise ValueError(
-                "config, field layer_types: expected 'full_attention' or 'linear_attention' for each layer, came "
-                f"{came}"
-            )
-        return kinds
-
-
-def _gated_delta_rule(sizes: _Sizes, hidden: int) -> tuple[float, float]:
-    """FLOPs of one layer per row, and per row of the recurrence."""
-    key_dim, value_dim = sizes.need("linear_key_head_dim"), sizes.need("linear_value_head_dim")
-    key_heads, value_heads = sizes.need("linear_num_key_heads"), sizes.need("linear_num_value_heads")
-    keys, values = key_heads * key_dim, value_heads * value_dim
-    convolution = 2 * sizes.need("linear_conv_kernel_dim") * (2 * keys + values)
-    projections = 2 * hidden * (2 * keys + 2 * values + 2 * value_heads) + 2 * values * hidden
-    chunk = 2 * BLOCK * (3 * key_dim + 2 * value_dim) + 6 * key_dim * value_dim
-    return projections + convolution, value_heads * chunk
-
-
-def _mlp(sizes: _Sizes, layer: int, hidden: int) -> float:
-    """FLOPs of one layer's MLP or chosen experts per row."""
-    experts = sizes.num_experts()
-    every = sizes.get("decoder_sparse_step", 1)
-    if not experts or layer in sizes.get("mlp_only_layers", []) or (layer + 1) % every:
-        return 6.0 * hidden * sizes.need("intermediate_size")
-    width: int = sizes.get("moe_intermediate_size", None) or sizes.need("intermediate_size")
-    chosen = sizes.need("num_experts_per_tok")
-    shared: int = sizes.get("shared_expert_intermediate_size", 0)
-    gate = 1 if shared else 0
-    return 6.0 * hidden * (chosen * width + shared) + 2.0 * hidden * (experts + gate)

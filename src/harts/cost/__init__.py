@@ -1,0 +1,20 @@
+"""What a microbatch costs: counts of rows, the FLOPs they need, and coefficients fitted from timed runs.
+
+The counts are those of one forward and backward; every cost is a sum of non-negative coefficients times counts.
+"""
+
+from harts.cost.config import forward_flops, model_identity
+from harts.cost.counts import Coefficients, Counts, count, count_rounds, count_trained_rows
+from harts.cost.model import CostModel, TimedRun
+
+__all__ = [
+    "Coefficients",
+    "CostModel",
+    "Counts",
+    "TimedRun",
+    "count",
+    "count_rounds",
+    "count_trained_rows",
+    "forward_flops",
+    "model_identity",
+]
