@@ -171,7 +171,8 @@ def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str
     tree_row_T[blocks.row_of_tree_T] = np.arange(num_rows)
     parent_T = tree.parent_T[tree_row_T]
     parent_T = np.where(parent_T >= 0, blocks.row_of_tree_T[parent_T], -1)
-    paths = _chain_paths(blocks)
+    groups = _group_chains(blocks, key_cap)
+    row_E64, keys = _gather_maps(blocks, groups)
     head_row_U, temperature_U, head_of_M, token_M, target_of_N = _targets(tree, blocks, parent_T)
     packed = PackedTree(
         tree=tree,
@@ -181,8 +182,8 @@ def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str
         parent_T=_tensor(parent_T),
         multiplicity_T=_tensor(tree.multiplicity_T[tree_row_T]),
         ancestor_3T=_tensor(_ancestors(parent_T)),
-        linear=_linear_layout(blocks, paths),
-        key_groups=_key_groups(blocks, paths, key_cap),
+        linear=_linear_layout(blocks, row_E64),
+        key_groups=tuple(_key_group(blocks, *group, rows) for group, rows in zip(groups, keys, strict=True)),
         head_row_U=_tensor(head_row_U),
         temperature_U=torch.from_numpy(temperature_U),
         head_of_M=_tensor(head_of_M),
@@ -196,18 +197,30 @@ def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array.astype(np.int64))
 
 
-def _chain_paths(blocks: BlockTree) -> list[Ints]:
-    """Rows of the whole path of each chain.
+def _gather_maps(blocks: BlockTree, groups: list[tuple[int, int]]) -> tuple[Ints, list[Ints | None]]:
+    """Rows of every block, chain by chain, [E, 64], and rows of the paths of each group of chains, [K].
 
-    Chains come in preorder, so when one starts, a buffer by depth still holds its ancestors.
+    Chains come in preorder, so when one starts, a buffer by depth still holds its ancestors. A group of roots needs no
+    paths: the keys of a root are its own rows.
     """
+    row_E64 = np.full((blocks.num_blocks, BLOCK), blocks.num_rows, np.int64)
+    slots = row_E64.reshape(-1)
     path = np.empty(int(blocks.length_C.max()), np.int64)
-    paths = []
-    start = blocks.own_start_C1.tolist()
-    for chain, (first, length) in enumerate(zip(blocks.first_depth_C.tolist(), blocks.length_C.tolist(), strict=True)):
-        path[first:length] = np.arange(start[chain], start[chain + 1])
-        paths.append(path[:length].copy())
-    return paths
+    start, first, length = blocks.own_start_C1.tolist(), blocks.first_depth_C.tolist(), blocks.length_C.tolist()
+    offset, top = (blocks.first_block_C1 * BLOCK).tolist(), blocks.start_depth_C.tolist()
+    keys: list[Ints | None] = []
+    for begin, end in groups:
+        key_row_K = np.empty(sum(length[begin:end]), np.int64) if any(first[begin:end]) else None
+        filled = 0
+        for chain in range(begin, end):
+            path[first[chain] : length[chain]] = np.arange(start[chain], start[chain + 1])
+            rows = path[top[chain] : length[chain]]
+            slots[offset[chain] : offset[chain] + len(rows)] = rows
+            if key_row_K is not None:
+                key_row_K[filled : filled + length[chain]] = path[: length[chain]]
+                filled += length[chain]
+        keys.append(key_row_K)
+    return row_E64, keys
 
 
 def _ancestors(parent_T: Ints) -> Ints:
@@ -220,16 +233,11 @@ def _ancestors(parent_T: Ints) -> Ints:
     return np.stack(ancestors)[:, :num_rows]
 
 
-def _linear_layout(blocks: BlockTree, paths: list[Ints]) -> LinearLayout:
+def _linear_layout(blocks: BlockTree, row_E64: Ints) -> LinearLayout:
+    """Puts blocks, given chain by chain, in level order."""
     num_rows, num_blocks = blocks.num_rows, blocks.num_blocks
     first_level_C = blocks.first_depth_C // BLOCK
-    # Rows of every block, chain by chain, before the blocks are put in level order.
-    row_E64 = np.full((num_blocks, BLOCK), num_rows, np.int64)
-    slots = row_E64.reshape(-1)
     offset_C = blocks.first_block_C1[:-1] * BLOCK
-    for chain, path in enumerate(paths):
-        rows = path[first_level_C[chain] * BLOCK :]
-        slots[offset_C[chain] : offset_C[chain] + len(rows)] = rows
     level_E = np.repeat(first_level_C - blocks.first_block_C1[:-1], np.diff(blocks.first_block_C1))
     level_E += np.arange(num_blocks)
     order_E = np.argsort(level_E, kind="stable")
@@ -249,9 +257,9 @@ def _linear_layout(blocks: BlockTree, paths: list[Ints]) -> LinearLayout:
     return LinearLayout(_tensor(row_E64[order_E]), _tensor(slot_T), tuple(level_sizes.tolist()), _tensor(parent_E))
 
 
-def _key_groups(blocks: BlockTree, paths: list[Ints], key_cap: int) -> tuple[KeyGroup, ...]:
+def _group_chains(blocks: BlockTree, key_cap: int) -> list[tuple[int, int]]:
+    """Consecutive chains whose path lengths add up to at most `key_cap`, as ranges of chains."""
     groups = []
-    own_C = np.diff(blocks.own_start_C1).tolist()
     length_C = blocks.length_C.tolist()
     start = 0
     while start < blocks.num_chains:
@@ -259,21 +267,23 @@ def _key_groups(blocks: BlockTree, paths: list[Ints], key_cap: int) -> tuple[Key
         while stop < blocks.num_chains and keys + length_C[stop] <= key_cap:
             keys += length_C[stop]
             stop += 1
-        queries, lengths = own_C[start:stop], length_C[start:stop]
-        roots_only = queries == lengths
-        groups.append(
-            KeyGroup(
-                row_start=int(blocks.own_start_C1[start]),
-                row_stop=int(blocks.own_start_C1[stop]),
-                query_lengths=tuple(queries),
-                key_lengths=tuple(lengths),
-                key_row_K=None if roots_only else _tensor(np.concatenate(paths[start:stop])),
-                cu_queries_C1=torch.tensor(np.append(0, np.cumsum(queries)), dtype=torch.int32),
-                cu_keys_C1=torch.tensor(np.append(0, np.cumsum(lengths)), dtype=torch.int32),
-            )
-        )
+        groups.append((start, stop))
         start = stop
-    return tuple(groups)
+    return groups
+
+
+def _key_group(blocks: BlockTree, start: int, stop: int, key_row_K: Ints | None) -> KeyGroup:
+    queries = np.diff(blocks.own_start_C1[start : stop + 1])
+    keys = blocks.length_C[start:stop]
+    return KeyGroup(
+        row_start=int(blocks.own_start_C1[start]),
+        row_stop=int(blocks.own_start_C1[stop]),
+        query_lengths=tuple(queries.tolist()),
+        key_lengths=tuple(keys.tolist()),
+        key_row_K=None if key_row_K is None else torch.from_numpy(key_row_K),
+        cu_queries_C1=torch.tensor(np.append(0, np.cumsum(queries)), dtype=torch.int32),
+        cu_keys_C1=torch.tensor(np.append(0, np.cumsum(keys)), dtype=torch.int32),
+    )
 
 
 def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints, NDArray[np.float64], Ints, Ints, Ints]:
