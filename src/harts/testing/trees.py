@@ -143,7 +143,8 @@ def trajectories_strategy(
     from hypothesis import strategies as st
 
     length = st.sampled_from([n for n in _AWKWARD_LENGTHS if n <= max_length]) | st.integers(0, max_length)
-    branch = st.tuples(st.integers(-1, max_trajectories - 1), length, length)  # which to branch off, kept, new
+    kept = length | st.just(max_length)  # all of the other, too
+    branch = st.tuples(st.integers(-1, max_trajectories - 1), kept, length)  # which to branch off, kept, new
 
     def build(recipe: tuple[list[tuple[int, int, int]], int]) -> list[Trajectory]:
         branches, seed = recipe
