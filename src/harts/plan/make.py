@@ -51,15 +51,16 @@ def make_plan(
     problem, cost_model = _pose(tree, token_budget, num_replicas, cost_model, key_cap)
     part_L, bound = search_partition(problem)
     microbatches = _schedule(problem, part_L)
+    cap = None if key_cap is None else problem.key_cap
     return Plan(
         microbatches=microbatches,
         token_budget=problem.token_budget,
         num_replicas=problem.num_replicas,
-        key_cap=None if key_cap is None else problem.key_cap,
+        key_cap=cap,
         cost_model=cost_model,
         lower_bound=bound,
         separate_cost=_separate_cost(tree, cost_model),
-        fingerprint=fingerprint(tree, token_budget, num_replicas, key_cap, cost_model),
+        fingerprint=fingerprint(tree, problem.token_budget, problem.num_replicas, cap, cost_model),
         uncut_budget=_uncut_budget(problem.leaves),
         plan_s=time.perf_counter() - start,
     )

@@ -1,0 +1,156 @@
+"""Counts of a tree against rows counted one by one, and FLOPs against the models' parameters."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harts.blocks import BlockTree
+from harts.cost import Coefficients, Counts, count, count_trained_rows
+from harts.flops import flop_limit, flops, forward_flops, model_identity
+from harts.testing.trees import AWKWARD, random_trajectories
+from harts.trajectory import Trajectory
+from harts.tree import PrefixTree
+
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+HYBRID = {
+    **QWEN3, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+EXPERTS = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def counted_one_by_one(tree: PrefixTree) -> Counts:
+    blocks = BlockTree.build(tree)
+    heads = {
+        (int(rows[position - 1]), trajectory.temperature)
+        for index, trajectory in enumerate(tree.trajectories)
+        for rows in [tree.rows_of(index)]
+        for position in np.flatnonzero(trajectory.loss_mask)
+    }
+    return Counts(
+        rows=tree.num_rows,
+        pairs=sum(int(depth) + 1 for depth in tree.depth_T),
+        linear_rows=tree.num_rows + blocks.replayed_rows,
+        trained_rows=len(heads),
+        chains=blocks.num_chains,
+        rounds=blocks.num_rounds,
+        gathered_keys=blocks.gathered_keys,
+        microbatches=1,
+    )
+
+
+def test_counts_equal_rows_counted_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    for batch in [*AWKWARD.values(), *[random_trajectories(rng, num_trajectories=10) for _ in range(30)]]:
+        tree = PrefixTree.build(batch)
+        assert count(tree) == counted_one_by_one(tree)
+
+
+def test_siblings_of_other_temperatures_do_not_share_the_head() -> None:
+    def one(last: int, temperature: float) -> Trajectory:
+        mask = np.array([False, False, True])
+        return Trajectory(token_ids=np.array([1, 2, last]), loss_mask=mask, temperature=temperature)
+
+    assert count_trained_rows(PrefixTree.build([one(3, 1.0), one(4, 1.0)])) == 1
+    assert count_trained_rows(PrefixTree.build([one(3, 1.0), one(4, 0.5)])) == 2
+
+
+def test_counts_add_up() -> None:
+    total = Counts(rows=3, pairs=6, linear_rows=5, microbatches=1) + Counts(rows=1, pairs=1, linear_rows=1, rounds=2)
+    assert total == Counts(rows=4, pairs=7, linear_rows=6, rounds=2, microbatches=1)
+    assert total.replayed_rows == 2
+    assert total.without_replay().linear_rows == 4
+
+
+def test_flops_of_a_dense_model_by_hand() -> None:
+    forward = forward_flops(QWEN3)
+    attention = 64 * 128 + 2 * 64 * 64 + 128 * 64
+    assert forward.rows == 2 * 2 * (attention + 3 * 64 * 96)
+    assert forward.pairs == 2 * 4 * 128
+    assert forward.trained_rows == 2 * 64 * 1000
+    assert forward.linear_rows == 0
+
+
+def test_flops_of_a_hybrid_model_by_hand() -> None:
+    forward = forward_flops(HYBRID)
+    keys, values = 32, 32
+    linear = 2 * 64 * (2 * keys + 2 * values + 2 * 4) + 2 * values * 64 + 2 * 4 * (2 * keys + values)
+    attention = 2 * 64 * (2 * 128 + 2 * 64) + 2 * 128 * 64  # queries and their gate, keys and values, output
+    assert forward.rows == 3 * linear + attention + 4 * 6 * 64 * 96
+    assert forward.linear_rows == 3 * 4 * (2 * 64 * (3 * 16 + 2 * 8) + 6 * 16 * 8)
+    assert forward.pairs == 4 * 128
+
+
+def test_flops_of_experts_count_the_chosen_ones() -> None:
+    dense, sparse = forward_flops(QWEN3), forward_flops(EXPERTS)
+    assert sparse.rows - dense.rows == 2 * (6 * 64 * 2 * 24 + 2 * 64 * 8 - 6 * 64 * 96)
+    alternating = {**EXPERTS, "decoder_sparse_step": 2}
+    assert forward_flops(alternating).rows == (sparse.rows + dense.rows) / 2
+    assert forward_flops({**EXPERTS, "mlp_only_layers": [0]}).rows == (sparse.rows + dense.rows) / 2
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5TextConfig", "Qwen3Config", "LlamaConfig"])
+def test_flops_per_row_are_twice_the_parameters(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config: Any = getattr(transformers, name)(num_hidden_layers=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    matrices = [p for key, p in model.named_parameters() if p.dim() >= 2 and "embed" not in key]
+    forward = forward_flops(config)
+    assert forward.rows + forward.trained_rows == 2 * sum(p.numel() for p in matrices)
+    assert forward_flops(config.to_dict()) == forward
+    assert model_identity(config.to_dict()) == model_identity(config)
+
+
+def test_backward_and_recomputation_multiply_the_forward() -> None:
+    tree = PrefixTree.build(AWKWARD["comb"])
+    forward = flops(HYBRID, tree, backward=False)
+    assert flops(HYBRID, tree) == 3 * forward
+    assert flops(HYBRID, tree, recompute=True) == 4 * forward
+    assert flops(HYBRID, tree, backward=False, recompute=True) == forward
+    replayed = count(tree).replayed_rows * forward_flops(HYBRID).linear_rows
+    assert flops(HYBRID, tree, backward=False, replayed=True) == pytest.approx(forward + replayed)
+
+
+def test_flop_limit_lies_below_the_ratio_of_rows_when_the_head_is_not_shared() -> None:
+    trajectories = AWKWARD["star"]
+    tree, separate = PrefixTree.build(trajectories), PrefixTree.build(trajectories, share="none")
+    limit = flop_limit(HYBRID, separate, tree)
+    assert 1 < limit < tree.sharing
+    rows_only = Coefficients(rows=1.0)
+    assert rows_only.of(count(separate)) / rows_only.of(count(tree)) == tree.sharing
+    assert flop_limit(HYBRID, tree, tree) == 1
+
+
+def test_identity_tells_models_apart_and_reads_the_text_part() -> None:
+    assert model_identity({"text_config": HYBRID, "vision_config": {}}) == model_identity(HYBRID)
+    assert model_identity(HYBRID).startswith("qwen3_5_text 4x64 ")
+    assert model_identity({**HYBRID, "intermediate_size": 97}) != model_identity(HYBRID)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size: expected an integer >= 1, came None"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "1 of them for 2 layers"),
+        ({"layer_types": ["linear_attention"] * 2}, "linear_key_head_dim"),
+    ],
+)
+def test_configs_that_say_too_little_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        forward_flops({**QWEN3, **change})
+
+
+def test_coefficients_are_never_negative() -> None:
+    for value in (-1.0, math.nan, math.inf, "1"):
+        with pytest.raises(ValueError, match="coefficient rows: expected a finite number >= 0"):
+            Coefficients(rows=value)  # type: ignore[arg-type]
