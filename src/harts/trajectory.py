@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = ["Trajectory"]
 
 _MAX_TOKEN_ID = 2**31 - 1
+_MAX_EXPERT = 2**15 - 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +33,10 @@ class Trajectory:
         reward: a finite number or None.
         temperature: sampling temperature, finite and > 0; logits are divided by it.
         merge_keys: int64 [L] or None: tokens of two trajectories merge only where these agree too (an adapter id, the
-            id of an image, recorded expert routes). None merges with all zeros.
+            id of an image). None merges with all zeros.
+        routes: int16 [L, Y, K] or None: for each token and each of the model's Y mixture-of-experts layers the K
+            distinct experts that the sampler ran (kept in ascending order); -1 in all K where it recorded none (the
+            last token never ran). They are forced in training, and tokens merge only where they agree.
         meta: anything else worth keeping; never read by HARTS.
 
     Raises:
@@ -50,6 +54,7 @@ class Trajectory:
     reward: float | None = None
     temperature: float = 1.0
     merge_keys: NDArray[np.int64] | None = None
+    routes: NDArray[np.int16] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,6 +82,8 @@ class Trajectory:
             keys = self._integers("merge_keys", self.merge_keys)
             self._check_length("merge_keys", keys, len(tokens))
             self._set("merge_keys", keys)
+        if self.routes is not None:
+            self._set("routes", self._routes(len(tokens)))
         if self.reward is not None:
             self._set("reward", self._number("reward", self.reward))
         temperature = self._number("temperature", self.temperature)
@@ -154,6 +161,34 @@ class Trajectory:
         if not np.isfinite(value):
             raise self._error(name, "a finite number", str(value), "fix or leave out this trajectory")
         return float(value)
+
+    def _routes(self, length: int) -> NDArray[np.int16]:
+        routes = self._numeric("routes", self.routes)  # type: ignore[arg-type]
+        if routes.ndim != 3 or routes.shape[0] != length or 0 in routes.shape:
+            came = f"shape {list(routes.shape)}"
+            raise self._error(
+                "routes", f"shape [{length}, layers, experts per token]", came, "give every token its own"
+            )
+        if routes.dtype.kind not in "iu":
+            raise self._error("routes", "integers", f"values of type {routes.dtype}", "convert them before")
+        ordered = np.sort(routes, axis=-1)
+        recorded = ordered[..., 0] >= 0
+        missing = (ordered == -1).all(-1)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & recorded
+        for bad, came in ((ordered[..., -1] > _MAX_EXPERT, "a larger one"), (repeated, "an expert twice")):
+            if bad.any():
+                token, layer = np.argwhere(bad)[0].tolist()
+                expected = f"distinct experts in [0, {_MAX_EXPERT}]"
+                raise self._error(
+                    "routes", expected, f"{came} at position {token}, layer {layer}", "check the recorder"
+                )
+        if not (recorded | missing).all():
+            token, layer = np.argwhere(~(recorded | missing))[0].tolist()
+            came = f"{routes[token, layer].tolist()} at position {token}, layer {layer}"
+            raise self._error(
+                "routes", "experts >= 0, or -1 in all where none is recorded", came, "set all of them to -1"
+            )
+        return ordered.astype(np.int16, copy=False)
 
     def _loss_mask(self, length: int) -> NDArray[np.bool_]:
         mask = self._numeric("loss_mask", self.loss_mask)

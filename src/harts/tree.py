@@ -4,17 +4,18 @@ Shape suffixes: B trajectories, N tokens of all trajectories, T rows (distinct t
 A suffix 1 is one more entry (`offset_B1`: B + 1 offsets). Ranges are half-open; -1 occurs only as "no parent".
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harts.trajectory import Trajectory
 
-__all__ = ["PrefixTree", "Share"]
+__all__ = ["PrefixTree", "Share", "count_rows_without_routes"]
 
 Ints = NDArray[np.int64]
 
@@ -145,6 +146,20 @@ class PrefixTree:
         trained_T[self.row_of_N[mask_N]] = True
         return trained_T
 
+    @cached_property
+    def routes_T(self) -> NDArray[np.int16] | None:
+        """int16 [T, Y, K]: recorded experts of each row, -1 where none is recorded; None if no trajectory has any."""
+        shape = next((each.routes.shape[1:] for each in self.trajectories if each.routes is not None), None)
+        if shape is None:
+            return None
+        routes_T = np.full((self.num_rows, *shape), -1, np.int16)
+        recorded = [(i, each.routes) for i, each in enumerate(self.trajectories) if each.routes is not None]
+        for index, routes in recorded:
+            routes_T[self.rows_of(index)] = routes
+        for index, routes in recorded:
+            assert (routes_T[self.rows_of(index)] == routes).all(), "tokens of different routes were merged"
+        return routes_T
+
     def sum_over_subtrees(self, value_S: Ints) -> Ints:
         """int64 [S]: for each segment, the sum of `value_S` over itself and all segments below it."""
         # In preorder the subtree of s is s:stop[s]; children come after their parent, so stops are final in reverse.
@@ -174,18 +189,55 @@ class PrefixTree:
             yield segment, level[segment]
 
 
+def count_rows_without_routes(trajectories: Sequence[Trajectory], *, share: Share = "tree") -> int:
+    """Rows that the tree would have if no routes were recorded: the rest of its rows is what forcing them costs."""
+    free = [dataclasses.replace(each, routes=None) for each in trajectories]
+    return PrefixTree.build(free, share=share).num_rows
+
+
 def _symbols(trajectories: Sequence[Trajectory]) -> list[NDArray[np.void] | NDArray[np.int32]]:
-    """What has to agree for two tokens to merge: the id and, where any trajectory has one, the merge key."""
-    if all(trajectory.merge_keys is None for trajectory in trajectories):
-        return [trajectory.token_ids for trajectory in trajectories]
+    """What has to agree for two tokens to merge: the id and, where any trajectory has them, merge key and routes."""
+    columns: list[list[NDArray[Any] | int]] = [[each.token_ids for each in trajectories]]
+    if any(each.merge_keys is not None for each in trajectories):
+        columns.append([0 if each.merge_keys is None else each.merge_keys for each in trajectories])
+    if any(each.routes is not None for each in trajectories):
+        columns.append(_route_keys(trajectories))
+    if len(columns) == 1:
+        return [each.token_ids for each in trajectories]
     symbols = []
-    for trajectory in trajectories:
-        pair = np.zeros((len(trajectory), 2), np.int64)
-        pair[:, 0] = trajectory.token_ids
-        if trajectory.merge_keys is not None:
-            pair[:, 1] = trajectory.merge_keys
-        symbols.append(pair.view(np.dtype("V16")).reshape(-1))
+    for index, trajectory in enumerate(trajectories):
+        table = np.empty((len(trajectory), len(columns)), np.int64)
+        for place, column in enumerate(columns):
+            table[:, place] = column[index]
+        symbols.append(table.view(np.dtype(f"V{8 * len(columns)}")).reshape(-1))
     return symbols
+
+
+def _route_keys(trajectories: Sequence[Trajectory]) -> list[NDArray[Any] | int]:
+    """A number per token that agrees where the routes agree, and that of no route where none is recorded.
+
+    A random linear form modulo 2**64: different routes get one number with a chance of about 2**-64 a pair, which
+    `PrefixTree.routes_T` would find.
+    """
+    shapes = {each.routes.shape[1:]: each for each in trajectories if each.routes is not None}
+    if len(shapes) > 1:
+        (one, _), (other, trajectory), *_ = shapes.items()
+        raise ValueError(
+            f"trajectory {trajectory.name}, field routes: expected {one[0]} layers and {one[1]} experts per token, as "
+            f"others have, came {other[0]} and {other[1]}; record all with one model"
+        )
+    size = int(np.prod(next(iter(shapes))))
+    factors = np.random.default_rng(0).integers(0, 2**64, size, np.uint64) | np.uint64(1)
+    none = -int(factors.sum(dtype=np.uint64))
+    keys: list[NDArray[Any] | int] = []
+    for trajectory in trajectories:
+        if trajectory.routes is None:
+            keys.append(int(np.uint64(none % 2**64).astype(np.int64)))
+        else:
+            flat = trajectory.routes.reshape(len(trajectory), size)
+            hashed = np.einsum("lf,f->l", flat, factors, dtype=np.uint64, casting="unsafe")
+            keys.append(hashed.astype(np.int64))
+    return keys
 
 
 def _common_with_previous(
