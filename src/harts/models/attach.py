@@ -7,6 +7,7 @@ from torch import nn
 
 from harts.models.attention import PREFIX, register
 from harts.models.families import FAMILIES, Family
+from harts.models.routing import install, uninstall
 
 __all__ = ["Backbone", "attach", "detach", "find_backbone"]
 
@@ -32,6 +33,12 @@ class Backbone:
         """Whether `attach` was called."""
         return str(self.config._attn_implementation).startswith(PREFIX)
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the config makes this decoder layer a mixture of experts."""
+        every = getattr(self.config, "decoder_sparse_step", 1)
+        dense = getattr(self.config, "mlp_only_layers", None) or []
+        return self.family.router is not None and layer not in dense and (layer + 1) % every == 0
+
 
 def attach(model: nn.Module) -> nn.Module:
     """Makes a supported transformers model able to run on trees; everything else it does stays as it was.
@@ -47,8 +54,8 @@ def attach(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model, one of its options (sliding windows, length-dependent rotary scaling) or a wrapper of
-            its mixers is not supported. The message names what is.
+        ValueError: the model, one of its options (sliding windows, length-dependent rotary scaling, dropping of tokens,
+            router noise, expert dropout) or a wrapper of its mixers is not supported. The message names what is.
     """
     backbone = find_backbone(model)
     if backbone.attached:
@@ -58,6 +65,8 @@ def attach(model: nn.Module) -> nn.Module:
     classes = backbone.family.linear_classes()
     if classes is not None:
         _swap(backbone.text, *classes)
+    mixers = {backbone.family.attention_class(), *(classes or ())}
+    install(backbone.text, mixers, backbone.family.router_class())
     backbone.config._attn_implementation = register(backbone.config._attn_implementation or "eager")
     return model
 
@@ -66,6 +75,7 @@ def detach(model: nn.Module) -> nn.Module:
     """Undoes `attach`; parameters keep what training made of them. Returns the same model."""
     backbone = find_backbone(model)
     if backbone.attached:
+        uninstall(backbone.text)
         classes = backbone.family.linear_classes()
         if classes is not None:
             _swap(backbone.text, classes[1], classes[0])
@@ -101,6 +111,24 @@ def _unsupported(what: str) -> str:
     return f"model: {what} is not supported; HARTS knows {', '.join(FAMILIES)} (see docs/adding-a-model.md)"
 
 
+# Options of mixture-of-experts models, under the names that models and trainers use, and why sharing forbids them.
+_COUPLING = (
+    (
+        ("expert_capacity", "capacity_factor", "expert_capacity_factor", "moe_capacity_factor", "drop_tokens"),
+        "with a capacity, whether an expert drops a token depends on the tokens beside it, and a shared row would be "
+        "dropped for all its trajectories at once; set it to None (no token is dropped)",
+    ),
+    (
+        ("router_jitter_noise", "router_noise", "router_jitter", "input_jitter_noise", "noisy_gate_policy"),
+        "noise is drawn once for a shared row, where each of its trajectories would draw its own; set it to 0",
+    ),
+    (
+        ("expert_dropout", "expert_dropout_prob", "moe_dropout", "router_dropout"),
+        "a row of the tree stands for several trajectories, which would no longer be dropped alone; set it to 0",
+    ),
+)
+
+
 def _check_config(config: Any) -> None:
     layer_types = set(getattr(config, "layer_types", None) or [])
     if unknown := layer_types - {"full_attention", "linear_attention"}:
@@ -113,6 +141,10 @@ def _check_config(config: Any) -> None:
             f"model: sliding windows (config.sliding_window = {config.sliding_window}) are not supported; switch them "
             "off in the config"
         )
+    for names, reason in _COUPLING:
+        for name in names:
+            if getattr(config, name, None):
+                raise ValueError(f"model: config.{name} = {getattr(config, name)!r} is not supported: {reason}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise ValueError(
@@ -128,6 +160,9 @@ def _check_layers(backbone: Backbone) -> None:
     )
     classes = backbone.family.linear_classes()
     expected = {backbone.family.attention_class(): layer_types.count("full_attention")}
+    router = backbone.family.router_class()
+    if router is not None:
+        expected[router] = sum(map(backbone.has_experts, range(len(layer_types))))
     if classes is not None:
         expected[classes[0]] = layer_types.count("linear_attention")
     for kind, count in expected.items():

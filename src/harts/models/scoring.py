@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
+from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
 from harts.ops.rows import gather_rows
@@ -16,15 +17,48 @@ __all__ = ["logprobs"]
 
 @overload
 def logprobs(
-    model: nn.Module, packed: PackedTree, *, entropy: Literal[False] = False, kernels: Kernels | None = None
+    model: nn.Module,
+    packed: PackedTree,
+    *,
+    entropy: Literal[False] = False,
+    kernels: Kernels | None = None,
+    router: None = None,
 ) -> Tensor: ...
 @overload
 def logprobs(
-    model: nn.Module, packed: PackedTree, *, entropy: Literal[True], kernels: Kernels | None = None
+    model: nn.Module,
+    packed: PackedTree,
+    *,
+    entropy: Literal[True],
+    kernels: Kernels | None = None,
+    router: None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
 def logprobs(
-    model: nn.Module, packed: PackedTree, *, entropy: bool = False, kernels: Kernels | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+    model: nn.Module,
+    packed: PackedTree,
+    *,
+    entropy: Literal[False] = False,
+    kernels: Kernels | None = None,
+    router: RouterConfig,
+) -> tuple[Tensor, RouterOutput]: ...
+@overload
+def logprobs(
+    model: nn.Module,
+    packed: PackedTree,
+    *,
+    entropy: Literal[True],
+    kernels: Kernels | None = None,
+    router: RouterConfig,
+) -> tuple[Tensor, Tensor, RouterOutput]: ...
+def logprobs(
+    model: nn.Module,
+    packed: PackedTree,
+    *,
+    entropy: bool = False,
+    kernels: Kernels | None = None,
+    router: RouterConfig | None = None,
+) -> Tensor | tuple[Tensor | RouterOutput, ...]:
     """Log-probability of every trained token of every trajectory, differentiable.
 
     Each distinct token runs once. The result has one entry per token, trajectory after trajectory in the order given
@@ -38,30 +72,26 @@ def logprobs(
         entropy: also return the entropy (nats) of the distribution that each trained token was predicted from, in the
             same form, differentiable too.
         kernels: implementations of the ops; None takes the defaults.
+        router: what to take from the routers of a mixture-of-experts model: loads, balancing loss, z-loss.
 
     Returns:
-        logprobs_N: [N], fp32 (fp64 for an fp64 model); `packed.split` cuts it into trajectories. With `entropy=True`,
-        the pair (logprobs_N, entropy_N).
+        logprobs_N: [N], fp32 (fp64 for an fp64 model); `packed.split` cuts it into trajectories. With `entropy=True`
+        and with `router` a tuple: logprobs_N, then entropy_N, then the `RouterOutput`, as far as asked for.
 
     Raises:
         ValueError: the model is not attached, has active dropout (one row of a tree stands for several trajectories,
             so sharing would change what dropout means), has a head that is no plain linear layer, lies on another
-            device, or a token id is outside its vocabulary.
+            device, or a token id is outside its vocabulary; the model is dense where `router` or recorded routes are
+            given, or those do not fit it.
     """
     backbone = find_backbone(model)
     kernels = kernels or Kernels()
     weight_VD, bias_V = _head_weight(backbone)
     _check(model, backbone, packed, weight_VD)
-    output = backbone.text(
-        input_ids=packed.token_ids_T.unsqueeze(0),
-        position_ids=packed.position_T.unsqueeze(0),
-        attention_mask=backbone.family.mask(packed.device),
-        use_cache=False,
-        packed=packed,
-        kernels=kernels,
-    )
+    routing = _start_routing(backbone, packed, router)
+    hidden_TD = _run(backbone, packed, kernels, routing)
     logprobs_M, entropy_M = row_logprobs(
-        output.last_hidden_state[0],
+        hidden_TD,
         weight_VD,
         packed,
         bias_V=bias_V,
@@ -69,8 +99,38 @@ def logprobs(
         chunk_rows=kernels.chunk_rows,
         impl=kernels.row_logprobs,
     )
-    logprobs_N = _to_tokens(logprobs_M, packed)
-    return logprobs_N if entropy_M is None else (logprobs_N, _to_tokens(entropy_M, packed))
+    results: list[Tensor | RouterOutput] = [_to_tokens(logprobs_M, packed)]
+    if entropy_M is not None:
+        results.append(_to_tokens(entropy_M, packed))
+    if routing is not None and router is not None:
+        results.append(routing.output(backbone.config.num_experts_per_tok))
+    return tuple(results) if len(results) > 1 else results[0]  # type: ignore[return-value]
+
+
+def _start_routing(backbone: Backbone, packed: PackedTree, router: RouterConfig | None) -> Routing | None:
+    return start_routing(
+        packed,
+        router,
+        moe_layers(backbone.text, backbone.family.router_class()),
+        num_experts=getattr(backbone.config, "num_experts", 0),
+        per_token=getattr(backbone.config, "num_experts_per_tok", 0),
+    )
+
+
+def _run(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: Routing | None) -> Tensor:
+    """Final hidden states of the rows, [T, D]."""
+    output = backbone.text(
+        input_ids=packed.token_ids_T.unsqueeze(0),
+        position_ids=packed.position_T.unsqueeze(0),
+        attention_mask=backbone.family.mask(packed.device),
+        use_cache=False,
+        packed=packed,
+        kernels=kernels,
+        **({} if routing is None else {"routing": routing}),
+    )
+    if routing is not None:
+        routing.check_complete()
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:

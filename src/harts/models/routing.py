@@ -1,0 +1,312 @@
+"""What `harts.logprobs` has to do with a model's routers: sum them up, and force recorded experts.
+
+A router only sees hidden states. So the token mixer of its layer, which sees the forward's keyword arguments, notes the
+pass it belongs to for the router that runs after it, in the same thread: activation recomputation runs both again,
+perhaps in another thread, and gives the same experts. What a router summed is kept once, however often it runs.
+
+Shape suffixes: T rows, D channels, E experts, K experts per token, Y mixture-of-experts layers, U units.
+"""
+
+from collections.abc import Collection, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from harts.layout import PackedTree
+from harts.ops.moe import (
+    CountedTokens,
+    Layers,
+    LoadPer,
+    RouterStatistics,
+    RouterStep,
+    RouterSums,
+    Scope,
+    TokenCount,
+    count_tokens,
+    load_balancing_loss,
+    router_sums,
+    router_z_loss,
+)
+
+__all__ = ["RouterConfig", "RouterOutput", "Routing", "install", "moe_layers", "start_routing", "uninstall"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """What to take from the routers of a mixture-of-experts model.
+
+    Attributes:
+        scope: tokens over which loads are taken, "trajectory", "microbatch" or "step"; see
+            `harts.ops.moe.load_balancing_loss`. There is no default: the balancing loss is not linear in the batch.
+        tokens: tokens that count, "all" or "trained".
+        balance_coefficient, z_coefficient: of the two losses in `RouterOutput.aux_loss`.
+        layers, load_per: form of the balancing loss; the defaults are transformers' form.
+        routes: keep the experts that each row ran, in `RouterOutput.routes_YTK`.
+        exact: compute router logits in fp32 whatever the model's dtype, and break ties by index, so that a row's
+            experts do not depend on the rows beside it. In lower precision this is another model than without.
+
+    Raises:
+        ValueError: an unknown name, or a coefficient that is negative or not finite.
+    """
+
+    scope: Scope
+    tokens: CountedTokens = "all"
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    layers: Layers = "pooled"
+    load_per: LoadPer = "token"
+    routes: bool = False
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        names = {
+            "scope": ("trajectory", "microbatch", "step"),
+            "tokens": ("all", "trained"),
+            "layers": ("pooled", "mean", "sum"),
+            "load_per": ("token", "assignment"),
+        }
+        for name, known in names.items():
+            if getattr(self, name) not in known:
+                expected = ", ".join(map(repr, known))
+                raise ValueError(
+                    f"RouterConfig, field {name}: expected one of {expected}, came {getattr(self, name)!r}"
+                )
+        for name in ("balance_coefficient", "z_coefficient"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"RouterConfig, field {name}: expected a number >= 0, came {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class RouterOutput:
+    """The routers of one microbatch.
+
+    Attributes:
+        config: as given.
+        statistics: loads, and differentiable sums of probabilities and of squared log-sum-exps.
+        routes_YTK: int16 [Y, T, K], ascending: experts that each row ran, in row order; None unless asked for.
+    """
+
+    config: RouterConfig
+    statistics: RouterStatistics
+    routes_YTK: Tensor | None
+
+    def aux_loss(self, step: RouterStep | None = None) -> Tensor:
+        """Balancing loss and z-loss times their coefficients, to be added to the microbatch's loss.
+
+        Args:
+            step: counts of the whole optimiser step, so that its microbatches add up. Needed in scope "step" (with
+                loads), possible in scope "trajectory".
+
+        Raises:
+            ValueError: see `harts.ops.moe.load_balancing_loss`.
+        """
+        loss = self.statistics.z_UY.new_zeros(())
+        if self.config.balance_coefficient:
+            loss = loss + self.config.balance_coefficient * self.balance_loss(step)
+        if self.config.z_coefficient:
+            loss = loss + self.config.z_coefficient * self.z_loss(step)
+        return loss
+
+    def balance_loss(self, step: RouterStep | None = None) -> Tensor:
+        """The balancing loss, without a coefficient."""
+        config = self.config
+        return load_balancing_loss(self.statistics, layers=config.layers, load_per=config.load_per, step=step)
+
+    def z_loss(self, step: RouterStep | None = None) -> Tensor:
+        """The z-loss, without a coefficient."""
+        return router_z_loss(self.statistics, layers=self.config.layers, step=step)
+
+
+@dataclass(eq=False)
+class Routing:
+    """One forward pass as its routers see it. Written by the forward, each layer once.
+
+    Attributes:
+        config: what to take; None: nothing.
+        place: decoder layer -> place among the mixture-of-experts layers.
+        count: how often rows count; None without a config.
+        forced_TYK: int64 [T, Y, K]: recorded experts in row order, -1 where the router chooses; None without any.
+        with_grad: whether the auxiliary losses will be differentiated.
+        ran: places whose router ran.
+        sums, routes: by place.
+    """
+
+    config: RouterConfig | None
+    place: Mapping[int, int]
+    count: TokenCount | None
+    forced_TYK: Tensor | None
+    with_grad: bool
+    ran: set[int] = field(default_factory=set)
+    sums: dict[int, RouterSums] = field(default_factory=dict)
+    routes: dict[int, Tensor] = field(default_factory=dict)
+
+    def route(
+        self, layer: int, router: Any, hidden: Tensor, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the router of a decoder layer gives: (logits [T, E], weights [T, K], experts [T, K])."""
+        logits_TE, weight_TK, chosen_TK = output
+        place = self.place[layer]
+        self.ran.add(place)
+        exact = self.config is not None and self.config.exact
+        if exact:
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            logits_TE = linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), router.weight.to(dtype))
+        if exact or self.forced_TYK is not None:
+            probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float)
+            if exact:  # a stable sort puts the lower of two equal experts first
+                chosen_TK = probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, : chosen_TK.shape[1]]
+            if self.forced_TYK is not None:
+                forced_TK = self.forced_TYK[:, place]
+                chosen_TK = torch.where(forced_TK >= 0, forced_TK, chosen_TK)
+            weight_TK = _weigh(probs_TE, chosen_TK, router).to(weight_TK.dtype)
+        if self.config is not None and self.count is not None:
+            self._keep(place, self.config, router_sums(logits_TE, chosen_TK, self.count), chosen_TK)
+        return logits_TE, weight_TK, chosen_TK
+
+    def _keep(self, place: int, config: RouterConfig, sums: RouterSums, chosen_TK: Tensor) -> None:
+        """Recomputation sums again, as its graph must be the same, and what it sums is dropped here."""
+        if place in self.sums:
+            return
+        if self.with_grad and not torch.is_grad_enabled():
+            raise ValueError(
+                "model: activations are recomputed with use_reentrant=True, which hides the routers from the auxiliary "
+                "losses; enable it with use_reentrant=False, or set both coefficients to 0"
+            )
+        self.sums[place] = sums
+        if config.routes:
+            self.routes[place] = chosen_TK.sort(-1).values.to(torch.int16)
+
+    def check_complete(self) -> None:
+        """Raises ValueError where a router was passed by, its layer replaced by a kernel perhaps."""
+        if len(self.ran) < len(self.place):
+            raise ValueError(
+                f"model: expected its {len(self.place)} routers to run, {len(self.ran)} did; attach it without kernels "
+                "that replace whole mixture-of-experts layers"
+            )
+
+    def output(self, experts_per_token: int) -> RouterOutput:
+        """What was taken from all layers."""
+        assert self.config is not None, "nothing was asked for"
+        assert self.count is not None, "nothing was counted"
+        sums = [self.sums[place] for place in range(len(self.place))]
+        statistics = RouterStatistics(
+            scope=self.config.scope,
+            experts_per_token=experts_per_token,
+            tokens_U=self.count.tokens_U,
+            load_UYE=torch.stack([each.load_UE for each in sums], 1),
+            physical_YE=torch.stack([each.physical_E for each in sums]),
+            prob_UYE=torch.stack([each.prob_UE for each in sums], 1),
+            z_UY=torch.stack([each.z_U for each in sums], 1),
+        )
+        routes = [self.routes[place] for place in sorted(self.routes)]
+        return RouterOutput(self.config, statistics, torch.stack(routes) if routes else None)
+
+
+def start_routing(
+    packed: PackedTree, config: RouterConfig | None, place: Mapping[int, int], *, num_experts: int, per_token: int
+) -> Routing | None:
+    """What one forward pass keeps for its routers; None where there is nothing to do.
+
+    Args:
+        packed: the tree. If its trajectories have recorded routes, they are forced.
+        config: what to take.
+        place: decoder layer -> place among the mixture-of-experts layers; empty for a dense model.
+        num_experts, per_token: E and K.
+
+    Raises:
+        ValueError: statistics or recorded routes of a dense model, or routes that do not fit the model.
+    """
+    routes_TYK = packed.tree.routes_T
+    if config is None and routes_TYK is None:
+        return None
+    if not place:
+        what = "router: expected None" if config is not None else "trajectories: expected no field routes"
+        raise ValueError(f"{what} for a model without mixture-of-experts layers; leave it out")
+    forced_TYK = None
+    if routes_TYK is not None:
+        _check_routes(packed, len(place), num_experts, per_token)
+        order = np.empty(packed.num_rows, np.int64)
+        order[packed.blocks.row_of_tree_T] = np.arange(packed.num_rows)
+        forced_TYK = torch.from_numpy(routes_TYK[order]).to(packed.device).to(torch.int64)
+    count, with_grad = None, False
+    if config is not None:
+        mask_N = packed.loss_mask_N if config.tokens == "trained" else None
+        count = count_tokens(packed, scope=config.scope, mask_N=mask_N)
+        with_grad = torch.is_grad_enabled() and bool(config.balance_coefficient or config.z_coefficient)
+    return Routing(config, place, count, forced_TYK, with_grad)
+
+
+def _check_routes(packed: PackedTree, layers: int, num_experts: int, per_token: int) -> None:
+    for trajectory in packed.tree.trajectories:
+        routes = trajectory.routes
+        if routes is not None and (routes.shape[1:] != (layers, per_token) or routes.max() >= num_experts):
+            raise ValueError(
+                f"trajectory {trajectory.name}, field routes: expected [{len(routes)}, {layers}, {per_token}] experts "
+                f"below {num_experts}, as the model has, came {list(routes.shape)} up to {routes.max()}; record only "
+                "the mixture-of-experts layers"
+            )
+
+
+def _weigh(probs_TE: Tensor, chosen_TK: Tensor, router: Any) -> Tensor:
+    """Weights of chosen experts: their probabilities, over their sum where the model does so."""
+    weight_TK = probs_TE.gather(1, chosen_TK)
+    if getattr(router, "norm_topk_prob", True):  # Qwen3.5 always does, and has no such option
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+    return weight_TK
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+_CURRENT: ContextVar[tuple[Routing, int] | None] = ContextVar("harts_routing", default=None)
+_HANDLES = "_harts_routing_handles"
+
+
+def moe_layers(text: nn.Module, router_class: type[nn.Module] | None) -> dict[int, int]:
+    """Decoder layers that have a router -> their place among those."""
+    if router_class is None:
+        return {}
+    layers = [i for i, layer in enumerate(_layers(text)) if any(type(m) is router_class for m in layer.modules())]
+    return {layer: place for place, layer in enumerate(layers)}
+
+
+def install(text: nn.Module, mixer_classes: Collection[type[nn.Module]], router_class: type[nn.Module] | None) -> None:
+    """Registers the hooks on mixers and routers; without `routing=` in a forward they do nothing."""
+    if router_class is None:
+        return
+    handles: list[Any] = []
+    for module in text.modules():
+        if type(module) in mixer_classes:
+            handles.append(module.register_forward_pre_hook(_announce, with_kwargs=True))
+        elif type(module) is router_class:
+            handles.append(module.register_forward_hook(_route))
+    setattr(text, _HANDLES, handles)
+
+
+def uninstall(text: nn.Module) -> None:
+    """Removes what `install` registered."""
+    for handle in text.__dict__.pop(_HANDLES, []):
+        handle.remove()
+
+
+def _layers(text: Any) -> Collection[nn.Module]:
+    return text.layers  # type: ignore[no-any-return]
+
+
+def _announce(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    routing = kwargs.pop("routing", None)
+    _CURRENT.set(None if routing is None else (routing, mixer.layer_idx))
+    return args, kwargs
+
+
+def _route(router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    current = _CURRENT.get()
+    if current is None:
+        return None
+    _CURRENT.set(None)
+    routing, layer = current
+    return routing.route(layer, router, args[0], output)
