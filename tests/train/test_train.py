@@ -99,7 +99,7 @@ def run(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def timeless(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    clocks = ("seconds", "plan_seconds", "rows_per_s")
+    clocks = ("seconds", "plan_seconds", "compute_seconds", "rows_per_s")
     return [{key: value for key, value in record.items() if key not in clocks} for record in records]
 
 
@@ -191,6 +191,24 @@ def test_tree_training_follows_separate_rows(tmp_path: Path) -> None:
         records = {s: run(Trainer(config(data, share=s), tmp_path / s)) for s in ("tree", "none")}
     for ours, theirs in zip(records["tree"], records["none"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+
+
+def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
+    trajectories = rollouts()
+    data = write(tmp_path / "data.jsonl", trajectories)
+    plan = harts.make_plan(harts.PrefixTree.build(trajectories), token_budget=250)
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(plan.to_json()))
+    settings = config(data, plan=str(saved), groups_per_step=9, token_budget=2000, steps=2)
+    trainer = Trainer(settings, tmp_path / "run")
+    assert trainer.plan(0).plan == plan
+    records = run(trainer)
+    assert records[0]["microbatches"] == plan.slots > 1
+    with pytest.raises(ValueError, match="expected all 3 groups"):
+        Trainer(dataclasses.replace(settings, groups_per_step=2), tmp_path / "few")
+    other = write(tmp_path / "other.jsonl", rollouts(seed=1))
+    with pytest.raises(ValueError, match="came other trajectories"):
+        Trainer(dataclasses.replace(settings, data=other), tmp_path / "other")
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------

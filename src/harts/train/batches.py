@@ -17,6 +17,7 @@ class Batches:
     """
 
     def __init__(self, trajectories: Sequence[Trajectory], *, groups_per_step: int, seed: int) -> None:
+        self._all = tuple(trajectories)
         groups: dict[str, list[Trajectory]] = {}
         for index, trajectory in enumerate(trajectories):
             groups.setdefault(trajectory.group or f"\0{index}", []).append(trajectory)
@@ -36,8 +37,12 @@ class Batches:
     def of_step(self, step: int) -> list[Trajectory]:
         """Trajectories of optimiser step `step`, counted from 0."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._groups))
+        order = np.arange(len(self._groups))
+        if self.steps_per_epoch > 1:  # a step with everything keeps the order of the file, as a saved plan does
+            order = np.random.default_rng([self._seed, epoch]).permutation(order)
         chosen = order[place * self._per_step : (place + 1) * self._per_step]
+        if len(chosen) == len(self._groups):
+            return list(self._all)
         return [trajectory for group in chosen.tolist() for trajectory in self._groups[group]]
 
 

@@ -37,6 +37,9 @@ class TrainConfig:
         groups_per_step: groups whose trajectories make one optimiser step.
         steps: optimiser steps.
         token_budget: most rows of a microbatch, those that are run again included. The one dial for memory.
+        cost_model: JSON file of `harts calibrate` for this model: what plans balance, in seconds. None: FLOPs.
+        plan: JSON file of `harts plan` for this data, to follow in every step. It covers all trajectories, so
+            `groups_per_step` must too.
         share: "tree"; "prefix" and "none" are the baselines.
         recompute: whether activations are recomputed in the backward.
         learning_rate, schedule, warmup_steps: linear warm-up, then constant, or down to 0 linearly or as a cosine.
@@ -60,6 +63,8 @@ class TrainConfig:
     groups_per_step: int = 2
     steps: int = 100
     token_budget: int = 32_768
+    cost_model: str | None = None
+    plan: str | None = None
     share: Share = "tree"
     recompute: bool = True
     learning_rate: float = 1e-3
@@ -85,7 +90,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: str | Path, changes: Mapping[str, Any] | None = None) -> "TrainConfig":
-        """Reads a TOML file; a relative `data` or `model` directory in it is taken relative to the file.
+        """Reads a TOML file; relative paths in it are taken relative to the file.
 
         Args:
             path: the file. Its `[loss]` table holds the fields of `LossConfig`.
@@ -101,9 +106,9 @@ class TrainConfig:
             raise ValueError(f"{path}: no such file; pass a TOML file with the settings of a run") from error
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: not valid TOML: {error}") from error
-        for name in ("data", "model", "tokenizer"):
+        for name in ("data", "model", "tokenizer", "cost_model", "plan"):
             beside = path.parent / str(values.get(name, ""))
-            if isinstance(values.get(name), str) and (name == "data" or beside.is_dir()):
+            if isinstance(values.get(name), str) and (name in ("data", "cost_model", "plan") or beside.is_dir()):
                 values[name] = str(beside)
         return cls.from_dict({**values, **(changes or {})}, where=str(path))
 

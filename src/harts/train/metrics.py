@@ -25,7 +25,9 @@ class StepMetrics:
         sharing: tokens / unique_rows.
         microbatches, slots: of the plan.
         idle_fraction: share of the replicas' predicted time spent waiting.
-        seconds: of the whole step; plan_seconds: of building tree, plan and layouts.
+        predicted: the plan's makespan, in `predicted_unit` ("flops", or "seconds" with a calibrated cost model).
+        seconds: of the whole step; plan_seconds: of building tree, plan and layouts; compute_seconds: of all forward
+            and backward passes, which `predicted` stands for.
         rows_per_s: (unique + recomputed rows) / seconds.
         loss: parts of the loss and its statistics; see `harts.losses.LossMetrics`.
     """
@@ -43,8 +45,11 @@ class StepMetrics:
     microbatches: int
     slots: int
     idle_fraction: float
+    predicted: float
+    predicted_unit: str
     seconds: float
     plan_seconds: float
+    compute_seconds: float
     rows_per_s: float
     loss: dict[str, float]
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harts.cost import CostModel
 from harts.layout import PackedTree, pack
 from harts.losses import Loss, LossInputs, LossMetrics, StepDenominators
 from harts.models import logprobs
@@ -58,6 +59,7 @@ def plan_step(
     token_budget: int,
     share: Share = "tree",
     replicas: Replicas | None = None,
+    cost_model: CostModel | None = None,
     plan: Plan | None = None,
     device: str = "cpu",
 ) -> StepPlan:
@@ -68,17 +70,19 @@ def plan_step(
         token_budget: most rows of a microbatch.
         share: what is merged.
         replicas: this process among those that train together; None: alone.
-        plan: a saved plan to follow instead of making one.
+        cost_model: what the plan balances; None: rows.
+        plan: a saved plan of these trajectories to follow instead of making one; checked by whoever loaded it.
         device: of the packed trees.
 
     Raises:
-        ValueError: a trajectory does not fit the budget, or the plan is of other trajectories.
+        ValueError: a trajectory does not fit the budget.
     """
     start = time.perf_counter()
     replicas = replicas or Replicas()
     tree = PrefixTree.build(trajectories, share=share)
-    plan = plan or make_plan(tree, token_budget=token_budget, num_replicas=replicas.size)
-    check_plan(tree, plan, share=share, thorough=False)
+    if plan is None:
+        plan = make_plan(tree, token_budget=token_budget, num_replicas=replicas.size, cost_model=cost_model)
+        check_plan(tree, plan, share=share, thorough=False)
     microbatches = []
     for slot in plan.microbatches:
         indices = slot[replicas.rank].trajectories

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harts.cost import CostModel
+from harts.flops import model_identity
 from harts.formats import read
 from harts.losses import fill_advantages, make_loss
 from harts.models import PRESETS, attach, tiny_model
+from harts.models.attach import find_backbone
+from harts.plan import Plan, check_plan
 from harts.testing.workloads import remap_vocabulary
 from harts.train.batches import Batches, data_hash
 from harts.train.checkpoint import (
@@ -32,6 +36,7 @@ from harts.train.metrics import MetricsFile, StepMetrics
 from harts.train.parallel import Replicas
 from harts.train.step import StepPlan, accumulate, plan_step, score, update
 from harts.trajectory import Trajectory
+from harts.tree import PrefixTree
 
 __all__ = ["Interrupted", "Trainer"]
 
@@ -75,7 +80,9 @@ class Trainer:
         self.loss = make_loss(config.loss)
         self.trajectories = self._read()
         self.data_hash = data_hash(self.trajectories)
+        self.saved_plan = self._load_plan()
         self.model = self._make_model()
+        self.cost_model = self._make_cost_model()
         self.batches = Batches(self.trajectories, groups_per_step=config.groups_per_step, seed=config.seed)
         self.replicas.same_start(self.model)
         self.reference = self._make_reference()
@@ -120,6 +127,8 @@ class Trainer:
             token_budget=self.config.token_budget,
             share=self.config.share,
             replicas=self.replicas,
+            cost_model=self.cost_model,
+            plan=self.saved_plan,
             device=self.config.device,
         )
 
@@ -129,7 +138,9 @@ class Trainer:
         start = time.perf_counter()
         step = self.plan(self.step)
         old, reference = self._missing_scores(step)
+        compute_start = time.perf_counter()
         losses = accumulate(self.model, step, self.loss, old=old, reference=reference)
+        compute_seconds = time.perf_counter() - compute_start
         if self.replicas.size > 1:
             losses = losses.all_reduce()
         learning_rate = self.config.learning_rate_at(self.step)
@@ -153,7 +164,10 @@ class Trainer:
             microbatches=sum(not part.is_empty for slot in plan.microbatches for part in slot),
             slots=plan.slots,
             idle_fraction=plan.idle_fraction,
+            predicted=plan.makespan,
+            predicted_unit=plan.cost_model.unit,
             seconds=seconds,
+            compute_seconds=compute_seconds,
             plan_seconds=step.seconds,
             rows_per_s=(step.tree.num_rows + plan.recomputed_rows) / seconds,
             loss=losses.values(),
@@ -222,6 +236,36 @@ class Trainer:
             enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         return model
+
+    def _make_cost_model(self) -> CostModel:
+        config = find_backbone(self.model).config
+        if self.config.cost_model is not None:
+            return CostModel.load(self.config.cost_model, model=model_identity(config))
+        return CostModel.from_config(config, recompute=self.config.recompute)
+
+    def _load_plan(self) -> Plan | None:
+        """The saved plan, checked against the data as they were read."""
+        config = self.config
+        if config.plan is None:
+            return None
+        groups = Batches(self.trajectories, groups_per_step=config.groups_per_step, seed=config.seed).num_groups
+        if config.groups_per_step < groups:
+            raise ValueError(
+                f"config, field groups_per_step: expected all {groups} groups of the data, as the saved plan covers "
+                f"them in one step, came {config.groups_per_step}"
+            )
+        try:
+            saved = json.loads(Path(config.plan).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{config.plan}: expected a plan written by harts plan -o ({error})") from error
+        tree = PrefixTree.build(self.trajectories, share=config.share)
+        plan = Plan.from_json(saved, tree=tree)
+        if plan.num_replicas != self.replicas.size:
+            raise ValueError(
+                f"{config.plan}: is for {plan.num_replicas} replicas, this run has {self.replicas.size}; plan again"
+            )
+        check_plan(tree, plan, share=config.share, thorough=False)
+        return plan
 
     def _make_reference(self) -> nn.Module | None:
         """The starting weights, kept to score with, where a KL term needs scores that are not recorded."""
