@@ -247,6 +247,19 @@ def test_other_merge_keys_part_on_purpose() -> None:
     assert (report.sizes.tree, report.misses, report.duplicates) == (120, (), ())
 
 
+def test_recorded_routes_part_rows_too() -> None:
+    ids, mask = list(range(100, 140)), [0] * 30 + [1] * 10
+    routes = np.zeros((40, 2, 1), np.int16)
+    other = routes.copy()
+    other[20] = 3
+    rows = [
+        Trajectory(token_ids=np.array(ids), loss_mask=np.array(mask), id=name, routes=given)
+        for name, given in (("a", routes), ("b", other), ("c", routes))
+    ]
+    report = explain(rows, decoder=QwenDecoder())
+    assert (report.sizes.tree, report.misses, report.duplicates) == (60, (), (("a", "c"),))
+
+
 @settings(deadline=None, max_examples=40)
 @given(trajectories_strategy(max_length=300, vocab_size=3, trained_share=0.2))
 def test_costs_add_up_on_random_trees(trajectories: list[Trajectory]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts.trajectory import Trajectory
-from harts.tree import PrefixTree
+from harts.tree import PrefixTree, _symbols
 
 __all__ = ["Row", "as_trajectory", "build_tree", "longest_rows"]
 
@@ -68,7 +68,7 @@ def as_trajectory(symbols_L: NDArray[np.int32], sampled_L: NDArray[np.bool_]) ->
 
 def longest_rows(tree: PrefixTree) -> list[Row]:
     """One Row for each trajectory that no other continues; duplicates once."""
-    symbols = _symbols(tree.trajectories)
+    symbols = _numbered(tree.trajectories)
     is_leaf_S = np.ones(tree.num_segments, np.bool_)
     is_leaf_S[tree.parent_S[tree.parent_S >= 0]] = False
     ends = tree.end_segment_B
@@ -92,13 +92,11 @@ def longest_rows(tree: PrefixTree) -> list[Row]:
     return rows
 
 
-def _symbols(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int32]]:
-    """Token ids; where any trajectory has merge keys, numbers of the pairs of id and key."""
-    if all(trajectory.merge_keys is None for trajectory in trajectories):
+def _numbered(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int32]]:
+    """int32 [L] per trajectory: numbers that agree where `PrefixTree` merges tokens (token ids, where those decide)."""
+    symbols = _symbols(trajectories)
+    if all(symbols_L.dtype == np.int32 for symbols_L in symbols):
         return [trajectory.token_ids for trajectory in trajectories]
-    ids = np.concatenate([trajectory.token_ids for trajectory in trajectories]).astype(np.int64)
-    none = (np.zeros(len(trajectory), np.int64) for trajectory in trajectories)
-    keys = [zeros if t.merge_keys is None else t.merge_keys for t, zeros in zip(trajectories, none, strict=True)]
-    numbers = np.unique(np.stack([ids, np.concatenate(keys)]), axis=1, return_inverse=True)[1].astype(np.int32)
-    stops = np.cumsum([len(trajectory) for trajectory in trajectories])[:-1]
-    return list(np.split(numbers.reshape(-1), stops))
+    columns = [symbols_L.view(np.int64).reshape(len(symbols_L), -1) for symbols_L in symbols]
+    numbers = np.unique(np.concatenate(columns), axis=0, return_inverse=True)[1].astype(np.int32)
+    return list(np.split(numbers.reshape(-1), np.cumsum([len(column) for column in columns])[:-1]))
