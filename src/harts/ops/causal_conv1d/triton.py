@@ -118,12 +118,13 @@ class _CausalConv1d(torch.autograd.Function):
         taps = weight_DW.shape[1]
         sizes = _Sizes.of(channels)
         constants = sizes.constants(x_TD, weight_DW, bias_D, ctx.activate)
+        block_rows = max(1, sizes.rows // 2)  # this kernel holds twice as much of each place
         ancestor_3T = ctx.packed.ancestor_3T
         sum_dtype = torch.promote_types(x_TD.dtype, torch.float32)
         dz_TD = torch.empty_like(grad_TD)
         # behind the taps lies the bias
-        strips = min(_STRIPS, triton.cdiv(rows, sizes.rows))
-        partial_SWD = torch.empty(strips, taps + 1, channels, dtype=sum_dtype, device=x_TD.device)
+        strips = min(_STRIPS, triton.cdiv(rows, block_rows))
+        partial_SWD = torch.empty(strips, taps + (bias_D is not None), channels, dtype=sum_dtype, device=x_TD.device)
         grid = (strips, triton.cdiv(channels, sizes.channels))
         _backward_preactivation[grid](
             x_TD,
@@ -137,7 +138,7 @@ class _CausalConv1d(torch.autograd.Function):
             channels,
             x_TD.stride(0),
             triton.cdiv(rows, strips),
-            **constants,
+            **{**constants, "BLOCK_T": block_rows},
             num_warps=4,
         )
         total_WD = partial_SWD.sum(0)
@@ -184,7 +185,7 @@ class _Sizes:
     @staticmethod
     def of(channels: int) -> "_Sizes":
         width = min(triton.next_power_of_2(channels), 128)
-        return _Sizes(rows=4096 // width, channels=width)
+        return _Sizes(rows=2048 // width, channels=width)
 
     def constants(self, x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, activate: bool) -> dict[str, Any]:
         return {
@@ -209,6 +210,12 @@ def _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 
 
 
 @triton.jit
+def _read_weight(weight_ptr, column, inside, above: tl.constexpr, TAPS: tl.constexpr, SUM: tl.constexpr):
+    """Weight of the row `above` above, per channel."""
+    return tl.load(weight_ptr + column * TAPS + (TAPS - 1 - above), mask=inside, other=0.0).to(SUM)[None, :]
+
+
+@triton.jit
 def _preactivation(
     x_ptr,
     weight_ptr,
@@ -229,9 +236,8 @@ def _preactivation(
     if BIAS:
         z += tl.load(bias_ptr + column, mask=column < channels, other=0.0).to(SUM)[None, :]
     for above in tl.static_range(TAPS):
-        weight = tl.load(weight_ptr + column * TAPS + (TAPS - 1 - above), mask=column < channels, other=0.0).to(SUM)
         x = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, above)
-        z += x.to(SUM) * weight[None, :]
+        z += x.to(SUM) * _read_weight(weight_ptr, column, column < channels, above, TAPS, SUM)
     return z
 
 
@@ -285,45 +291,58 @@ def _backward_preactivation(
     """One strip of rows, tile by tile: dz, and the strip's share of the gradients of weight and bias."""
     strip = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside_D = column < channels
     stop = tl.minimum((strip + 1) * strip_rows, rows)
-    sum_0 = tl.zeros([BLOCK_D], SUM)
-    sum_1 = tl.zeros([BLOCK_D], SUM)
-    sum_2 = tl.zeros([BLOCK_D], SUM)
-    sum_3 = tl.zeros([BLOCK_D], SUM)
-    sum_bias = tl.zeros([BLOCK_D], SUM)
+    # Sums of single places of the tile, added up across it once, behind the loop.
+    sum_0 = tl.zeros([BLOCK_T, BLOCK_D], SUM)
+    sum_1 = tl.zeros([BLOCK_T, BLOCK_D], SUM)
+    sum_2 = tl.zeros([BLOCK_T, BLOCK_D], SUM)
+    sum_3 = tl.zeros([BLOCK_T, BLOCK_D], SUM)
+    sum_bias = tl.zeros([BLOCK_T, BLOCK_D], SUM)
     for first in range(strip * strip_rows, stop, BLOCK_T):
         row = first + tl.arange(0, BLOCK_T)
-        inside = (row < stop)[:, None] & (column < channels)[None, :]
+        inside = (row < stop)[:, None] & inside_D[None, :]
         place = row[:, None] * channels + column[None, :]
         dz = tl.load(grad_ptr + place, mask=inside, other=0.0).to(SUM)
+        x_0 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 0).to(SUM)
+        if TAPS > 1:
+            x_1 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 1).to(SUM)
+        if TAPS > 2:
+            x_2 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 2).to(SUM)
+        if TAPS > 3:
+            x_3 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 3).to(SUM)
         if ACTIVATE:
-            z = _preactivation(
-                x_ptr, weight_ptr, bias_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, TAPS, BIAS, SUM
-            )
+            z = x_0 * _read_weight(weight_ptr, column, inside_D, 0, TAPS, SUM)
+            if BIAS:
+                z += tl.load(bias_ptr + column, mask=inside_D, other=0.0).to(SUM)[None, :]
+            if TAPS > 1:
+                z += x_1 * _read_weight(weight_ptr, column, inside_D, 1, TAPS, SUM)
+            if TAPS > 2:
+                z += x_2 * _read_weight(weight_ptr, column, inside_D, 2, TAPS, SUM)
+            if TAPS > 3:
+                z += x_3 * _read_weight(weight_ptr, column, inside_D, 3, TAPS, SUM)
             gate = 1.0 / (1.0 + tl.exp(-z))
             dz *= gate * (1.0 + z * (1.0 - gate))
         tl.store(dz_ptr + place, dz.to(dz_ptr.dtype.element_ty), mask=inside)
-        x = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 0)
-        sum_0 += tl.sum(dz * x.to(SUM), 0)
+        sum_0 += dz * x_0
         if TAPS > 1:
-            x = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 1)
-            sum_1 += tl.sum(dz * x.to(SUM), 0)
+            sum_1 += dz * x_1
         if TAPS > 2:
-            x = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 2)
-            sum_2 += tl.sum(dz * x.to(SUM), 0)
+            sum_2 += dz * x_2
         if TAPS > 3:
-            x = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 3)
-            sum_3 += tl.sum(dz * x.to(SUM), 0)
-        sum_bias += tl.sum(dz, 0)
-    out = partial_ptr + strip * (TAPS + 1) * channels + column
-    tl.store(out, sum_0, mask=column < channels)
+            sum_3 += dz * x_3
+        if BIAS:
+            sum_bias += dz
+    out = partial_ptr + strip * (TAPS + BIAS) * channels + column
+    tl.store(out, tl.sum(sum_0, 0), mask=inside_D)
     if TAPS > 1:
-        tl.store(out + channels, sum_1, mask=column < channels)
+        tl.store(out + channels, tl.sum(sum_1, 0), mask=inside_D)
     if TAPS > 2:
-        tl.store(out + 2 * channels, sum_2, mask=column < channels)
+        tl.store(out + 2 * channels, tl.sum(sum_2, 0), mask=inside_D)
     if TAPS > 3:
-        tl.store(out + 3 * channels, sum_3, mask=column < channels)
-    tl.store(out + TAPS * channels, sum_bias, mask=column < channels)
+        tl.store(out + 3 * channels, tl.sum(sum_3, 0), mask=inside_D)
+    if BIAS:
+        tl.store(out + TAPS * channels, tl.sum(sum_bias, 0), mask=inside_D)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -352,8 +371,7 @@ def _backward_input(
             here = here & (tl.load(ancestor_ptr + place, mask=here, other=rows) == row)
         mask = here[:, None] & inside
         dz = tl.load(dz_ptr + reader[:, None] * channels + column[None, :], mask=mask, other=0.0)
-        weight = tl.load(weight_ptr + column * TAPS + (TAPS - 1 - above), mask=column < channels, other=0.0)
-        total += dz.to(SUM) * weight.to(SUM)[None, :]
+        total += dz.to(SUM) * _read_weight(weight_ptr, column, column < channels, above, TAPS, SUM)
     place = row[:, None] * channels + column[None, :]
     tl.store(grad_x_ptr + place, total.to(grad_x_ptr.dtype.element_ty), mask=inside)
 

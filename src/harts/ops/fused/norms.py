@@ -266,7 +266,7 @@ def _backward(
     if WEIGHT:
         weight = (tl.load(weight_ptr + column, mask=column < size, other=0.0).to(SUM) + SHIFT)[None, :]
         total = tl.zeros([BLOCK_D], SUM)
-    for first in range(strip * strip_rows, stop, BLOCK_X):
+    for first in tl.range(strip * strip_rows, stop, BLOCK_X, num_stages=3):  # loads run ahead
         row = first + tl.arange(0, BLOCK_X)
         inside = (row < stop)[:, None] & (column < size)[None, :]
         place = row[:, None] * size + column[None, :]
