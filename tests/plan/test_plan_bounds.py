@@ -78,6 +78,13 @@ def test_bound_of_a_star_is_the_issues_formula() -> None:
     assert make_plan(tree, token_budget=10**4, num_replicas=6).makespan == 256
 
 
+def test_three_equal_paths_on_two_replicas_take_the_time_of_two() -> None:
+    rng = np.random.default_rng(0)
+    tree = PrefixTree.build(to_trajectories(rng, [[leaf, *rng.integers(0, 9, 99)] for leaf in range(3)]))
+    assert lower_bound(tree, token_budget=1000, num_replicas=2) == 200
+    assert make_plan(tree, token_budget=1000, num_replicas=2).gap == 0
+
+
 def test_bound_knows_the_cap_on_gathered_keys() -> None:
     rng = np.random.default_rng(0)
     stem = rng.integers(0, 9, 128)

@@ -10,7 +10,7 @@ import numpy as np
 from harts.blocks import BLOCK
 from harts.plan.problem import Problem
 
-__all__ = ["bound_makespan", "bound_work"]
+__all__ = ["bound_crowding", "bound_makespan", "bound_work"]
 
 _SLACK = 1e-9
 
@@ -28,7 +28,7 @@ def bound_makespan(problem: Problem, known: float = np.inf, tolerance: float = 1
     """
     replicas = problem.num_replicas
     largest = float(problem.alone_L.max()) + problem.time.rounds
-    low = max(bound_work(problem, np.inf) / replicas, largest)
+    low = max(bound_work(problem, np.inf) / replicas, largest, bound_crowding(problem))
     if bound_work(problem, low) <= low * replicas:
         return low
     high = known if np.isfinite(known) else bound_work(problem, largest) / replicas
@@ -39,6 +39,23 @@ def bound_makespan(problem: Problem, known: float = np.inf, tolerance: float = 1
         else:
             high = middle
     return low
+
+
+def bound_crowding(problem: Problem) -> float:
+    """The least that some replica runs, which has k + 1 of the k R + 1 leaves with the most rows of their own.
+
+    Leaves count with the rows that are theirs alone, and the shortest path above any of them once.
+    """
+    leaves, replicas = problem.leaves, problem.num_replicas
+    above_L = problem.shared_cost(np.maximum(leaves.common_L, np.append(leaves.common_L[1:], 0)))
+    own_L = problem.alone_L - above_L
+    order = np.argsort(-own_L, kind="stable")
+    total_L1 = np.append(0.0, np.cumsum(own_L[order]))
+    crowd_K = np.arange(1, (leaves.num_leaves - 1) // replicas + 1)  # k
+    last_K = crowd_K * replicas + 1
+    least_above_L = np.minimum.accumulate(above_L[order])
+    bound_K = total_L1[last_K] - total_L1[last_K - crowd_K - 1] + least_above_L[last_K - 1]
+    return float(bound_K.max(initial=0.0)) + problem.time.rounds
 
 
 def bound_work(problem: Problem, limit: float) -> float:
