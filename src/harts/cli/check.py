@@ -1,0 +1,158 @@
+"""harts check: does a model give the same on a tree as on separate rows?"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from harts.cli import options, output
+from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype
+from harts.testing.compare import Comparison, compare
+from harts.testing.trees import AWKWARD, random_trajectories
+from harts.testing.workloads import remap_vocabulary, workload
+from harts.trajectory import Trajectory
+
+__all__ = ["check"]
+
+WORKLOADS = (
+    "star3,grpo,think:rollouts=2:turns=8,swe:rollouts=1:turns=24,search,flat,thin:rows=96,"
+    "tau:groups=1,mint:groups=1,toolbench:groups=2,pi,openhands:groups=1"
+)
+"""All of them, with so few rows that separate rows one by one take seconds."""
+
+_CATERPILLAR = 64
+"""Trajectories of the awkward caterpillar that are run: all 1,000 would be half a million tokens one by one."""
+
+Batches = list[tuple[str, Sequence[Trajectory]]]
+
+
+def check(
+    data: options.OptionalData = None,
+    model: Model = "tiny-qwen3.5",
+    dtype: Annotated[
+        DtypeChoice, typer.Option(help="Of the parameters; below float64 errors are compared.")
+    ] = "float64",
+    workloads: Annotated[
+        str, typer.Option(help="Without DATA: NAME or NAME:SIZE=NUMBER, commas between; '' for the trees alone.")
+    ] = WORKLOADS,
+    scale: Annotated[float, typer.Option(help="Factor on the lengths of the workloads, above 0, at most 1.")] = 0.02,
+    trees: Annotated[bool, typer.Option(help="Without DATA: awkward and random trees too.")] = True,
+    seed: Annotated[int, typer.Option(help="Of synthetic workloads, random trees and loss weights.")] = 0,
+    rows: options.Rows = "trajectory",
+    fmt: options.Format = "auto",
+    tokenizer: options.Tokenizer = None,
+    reasoning: options.Reasoning = "keep",
+    limit: options.Limit = None,
+    data_dir: options.DataDir = None,
+    device: Device = "cpu",
+    as_json: options.Json = False,
+) -> None:
+    """Compare a model on a tree with separate rows run one by one through transformers' own code.
+
+    Log-probs, entropies and the gradient of every parameter are compared. In float64 they have to agree to 1e-10 and
+    1e-8; below, the tree's error against float64 may be 1.25 times that of separate rows in the same dtype. Without
+    DATA, awkward trees, random trees and all workloads at a small scale are run. Exits with 1 if a law does not hold.
+    """
+    if data:
+        read = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
+        batches: Batches = [(", ".join(map(str, data)), read)]
+    else:
+        batches = _built_in(workloads, scale=scale, trees=trees, seed=seed, data_dir=data_dir)
+    compared: list[tuple[str, Comparison]] = []
+    with output.watch("check") as tell:
+        for name, trajectories in batches:
+            tell(f"{name}, {len(trajectories)} rows, {sum(map(len, trajectories)):,} tokens")
+            if is_preset(model) or not data:
+                trajectories, ids = remap_vocabulary(trajectories)
+                vocabulary = max(64, len(ids)) if is_preset(model) else None
+                tested = load_model(model, dtype=to_dtype(dtype), device=device, vocab_size=vocabulary)
+            else:
+                tested = load_model(model, dtype=to_dtype(dtype), device=device)
+            compared.append((name, compare(tested, trajectories, seed=seed)))
+    document = _document(model, dtype, compared)
+    output.emit(document, as_json, lambda console: _render(console, document, compared))
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
+def _built_in(workloads: str, *, scale: float, trees: bool, seed: int, data_dir: Any) -> Batches:
+    named = options.parse_workloads(workloads) if workloads.strip() else []
+    if not trees and not named:
+        raise ValueError("workloads: expected at least one without trees, came none; there is nothing to check")
+    batches: Batches = []
+    for name, batch in AWKWARD.items() if trees else ():
+        if name == "caterpillar":
+            batches.append((f"awkward: {name}, first {_CATERPILLAR}", batch[:_CATERPILLAR]))
+        elif any(each.loss_mask.any() for each in batch):  # a single token has nothing to train
+            batches.append((f"awkward: {name}", batch))
+    for index in range(3 if trees else 0):
+        rng = np.random.default_rng([seed, index])
+        batches.append((f"random: {index}", random_trajectories(rng, num_trajectories=4 + 4 * index, max_length=300)))
+    for name, sizes in named:
+        label = ":".join([name, *(f"{size}={value}" for size, value in sizes.items())])
+        batches.append((f"workload: {label}", workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)))
+    return batches
+
+
+def _document(model: str, dtype: str, compared: Sequence[tuple[str, Comparison]]) -> dict[str, Any]:
+    results = [result for _, result in compared]
+    trained = sum(each.trained for each in results)
+    equal = sum(each.logprob_bitwise_equal_fraction * each.trained for each in results)
+    ratios = [each.logprob_error_ratio for each in results if each.logprob_error_ratio is not None]
+    grad_ratios = [each.grad_error_ratio for each in results if each.grad_error_ratio is not None]
+    return {
+        "model": model,
+        "dtype": dtype,
+        "logprob_max_abs": _largest([each.logprob_max_abs for each in results]),
+        "entropy_max_abs": _largest([each.entropy_max_abs for each in results]),
+        "logprob_bitwise_equal_fraction": equal / trained,
+        "grad_max_rel": _largest([each.grad_max_rel for each in results]),
+        "logprob_error_ratio": _largest(ratios) if ratios else None,
+        "grad_error_ratio": _largest(grad_ratios) if grad_ratios else None,
+        "ok": all(each.ok for each in results),
+        "batches": [{"name": name, **dataclasses.asdict(each), "ok": each.ok} for name, each in compared],
+    }
+
+
+def _largest(values: Sequence[float]) -> float:
+    """The largest, or NaN if there is one."""
+    return float(np.max(values))
+
+
+def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple[str, Comparison]]) -> None:
+    shown = output.number
+    exact = document["dtype"] == "float64"
+    more = () if exact else ("error ratio: log-prob", "entropy", "gradient", "median parameter")
+    results = output.table(
+        f"{document['model']} in {document['dtype']}: a tree against separate rows through transformers",
+        "batch",
+        *("rows", "tokens", "unique", "log-prob", "bits equal", "entropy", "gradient", *more, ""),
+    )
+    for name, each in compared:
+        ratios = (
+            each.logprob_error_ratio,
+            each.entropy_error_ratio,
+            each.grad_error_ratio,
+            each.grad_error_ratio_median,
+        )
+        results.add_row(
+            name,
+            *(shown(value) for value in (each.trajectories, each.tokens, each.rows, each.logprob_max_abs)),
+            f"{each.logprob_bitwise_equal_fraction:.1%}",
+            *(shown(value) for value in (each.entropy_max_abs, each.grad_max_rel)),
+            *(shown(value) for value in (() if exact else ratios)),
+            "[green]ok[/]" if each.ok else "[bold red]fails[/]",
+        )
+    console.print(results)
+    console.print(
+        f"\nLargest differences: log-prob {shown(document['logprob_max_abs'])}, entropy "
+        f"{shown(document['entropy_max_abs'])}, gradient {shown(document['grad_max_rel'])} of its norm."
+    )
+    for name, each in compared:
+        for failure in each.failures:
+            console.print(f"[bold red]fails[/] {name}: {failure}")
+    if document["ok"]:
+        console.print(f"[bold green]ok[/]: every law holds on {len(compared)} batches.")

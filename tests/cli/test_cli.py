@@ -1,0 +1,277 @@
+"""The command line: exit codes, what goes to which stream, the JSON that others script against."""
+
+import gzip
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from harts.cli import COMMANDS, app
+from harts.cli.options import parse_workloads
+from harts.formats import read
+from harts.testing.trees import AWKWARD
+from harts.tree import PrefixTree
+
+TAU = Path(__file__).parents[2] / "examples" / "data" / "tau-airline.jsonl.gz"
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    """Runs a command in this process; with --json the document that it printed."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.output, result.exception)
+    return json.loads(result.stdout) if "--json" in arguments and code != 2 else result
+
+
+def process(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import harts.cli as c; c.main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, **settings)
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Path:
+    path = tmp_path / "rollouts.jsonl"
+    rows = [
+        {"group": "g", "id": str(index), "token_ids": [1, 2, 3, *ids], "loss_mask": [0, 0, 0, *[1] * len(ids)]}
+        for index, ids in enumerate([[4, 5], [4, 6, 7], [8]])
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# -- help, streams, exit codes ------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands_and_imports_none() -> None:
+    result = process("--help")
+    assert result.returncode == 0
+    for name in ("inspect", "check", "bench"):
+        assert f" {name} " in result.stdout
+    code = "import harts.cli as c, sys\ntry: c.main()\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, "--help"], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code, "inspect", str(TAU), "--json"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_that_is_there_has_help(name: str) -> None:
+    if importlib.util.find_spec(f"harts.cli.{name}") is None:
+        pytest.skip("not written yet")
+    assert "Usage" in run(name, "--help").output
+
+
+def test_a_bad_file_is_one_line_on_stderr(tmp_path: Path, rollouts: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(rollouts.read_text() + "{oops\n")
+    for arguments, message in [
+        (["inspect", str(tmp_path / "none.jsonl")], "no such file"),
+        (["inspect", str(broken)], "broken.jsonl, line 4"),
+        (["check", str(broken)], "broken.jsonl, line 4"),
+    ]:
+        result = run(*arguments, code=2)
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        assert message in result.stderr
+
+
+def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(TAU.read_bytes()[:20_000])
+    assert "cut.jsonl.gz" in run("inspect", str(path), code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect"], "data"),
+        (["inspect", str(TAU), "--rows", "words"], "rows"),
+        (["inspect", str(TAU), "--limit", "0"], "limit"),
+        (["oops"], "No such command"),
+        (["check", "--dtype", "float16"], "dtype"),
+        (["check", "--model", "tiny-gpt"], "expected one of tiny-qwen3.5"),
+        (["check", "--workloads", "stars"], "expected one of star3"),
+        (["check", "--no-trees", "--workloads", ""], "nothing to check"),
+        (["check", "--no-trees", "--workloads", "star3:turns=x"], "NAME:SIZE=NUMBER"),
+        (["check", "--no-trees", "--workloads", "star3", "--scale", "2"], "scale"),
+        (["check", "--no-trees", "--workloads", "star3", "--device", "abacus"], "device: expected cpu"),
+        (["check", "--no-trees", "--workloads", "mint", "--data-dir", "no-such"], "mint.jsonl.gz in no-such"),
+        (["bench", "--workloads", "star3", "--token-budget", "100"], "token_budget: expected at least"),
+        (["bench", "--turns", "0"], "turns"),
+    ],
+)
+def test_bad_usage_exits_with_2(arguments: list[str], message: str) -> None:
+    result = run(*arguments, code=2)
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
+
+
+def test_interrupted_exits_with_130() -> None:
+    command = [sys.executable, "-c", "import harts.cli as c; c.main()", "check"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        while "check: " not in child.stderr.readline():
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert out == ""
+    assert "error: interrupted" in err
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    code = f"{sys.executable} -c 'import harts.cli as c; c.main()' inspect {TAU} --rows turn --json | head -c 1"
+    result = subprocess.run(["sh", "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "{"
+    assert result.stderr == ""
+
+
+# -- inspect ------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_counts_what_the_tree_counts() -> None:
+    document = run("inspect", str(TAU), "--rows", "turn", "--json")
+    tree = PrefixTree.build(read(TAU, rows="turn"))
+    assert (document["trajectories"], document["groups"]) == (350, 6)
+    assert (document["tokens"], document["unique_tokens"]) == (tree.num_tokens, tree.num_rows)
+    assert document["sharing"] == pytest.approx(tree.sharing)
+    assert document["segments"] == tree.num_segments
+    assert document["trained_tokens"] == sum(each.num_trained for each in tree.trajectories)
+    assert document["rounds"] == 3
+    assert document["replayed_rows"] == 472
+    assert sum(each["tokens"] for each in document["by_group"]) == document["tokens"]
+    assert 1 < document["sharing_of_prefixes"] < document["sharing_in_groups"] < document["sharing"]
+
+
+def test_inspect_shows_a_table_and_limits_groups(rollouts: Path) -> None:
+    shown = run("inspect", str(rollouts)).stdout
+    assert "3 in 1 groups" in shown
+    assert "15" in shown
+    assert "branch depth" in shown
+    assert "branch depth" not in run("inspect", str(rollouts), "--groups", "0").stdout
+    few = run("inspect", str(rollouts), "--limit", "2", "--json")
+    assert (few["trajectories"], few["tokens"], few["unique_tokens"], few["branch_depth"]) == (2, 11, 7, 1)
+
+
+def test_several_files_are_read_as_one(rollouts: Path, tmp_path: Path) -> None:
+    other = tmp_path / "more.jsonl.gz"
+    with gzip.open(other, "wt") as file:
+        file.write(json.dumps({"group": "h", "id": "x", "token_ids": [9, 9], "loss_mask": [0, 1]}) + "\n")
+    assert run("inspect", str(rollouts), str(other), "--json")["trajectories"] == 4
+
+
+# -- check --------------------------------------------------------------------------------------------------------
+
+SMALL = ("--no-trees", "--workloads", "think:rollouts=2:turns=2", "--scale", "0.02", "--json")
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3.5", "tiny-llama"])
+def test_check_holds_in_fp64(model: str) -> None:
+    document = run("check", *SMALL, "--model", model)
+    assert document["ok"] is True
+    assert document["logprob_max_abs"] < 1e-10
+    assert document["grad_max_rel"] < 1e-8
+    assert 0 < document["logprob_bitwise_equal_fraction"] <= 1
+    (batch,) = document["batches"]
+    assert batch["name"] == "workload: think:rollouts=2:turns=2"
+    assert batch["rows"] < batch["tokens"]
+
+
+def test_check_holds_on_data_in_fp32(rollouts: Path) -> None:
+    document = run("check", str(rollouts), "--dtype", "float32", "--json")
+    assert document["ok"] is True
+    assert document["batches"][0]["trajectories"] == 3
+    assert document["logprob_error_ratio"] is not None
+
+
+def test_check_reads_a_saved_model(rollouts: Path, tmp_path: Path) -> None:
+    from harts.models import tiny_model
+
+    tiny_model("tiny-qwen3.5", vocab_size=64).save_pretrained(tmp_path / "saved")  # type: ignore[operator]
+    assert run("check", str(rollouts), "--model", str(tmp_path / "saved"), "--json")["ok"] is True
+    tiny_model("tiny-qwen3.5", vocab_size=6).save_pretrained(tmp_path / "small")  # type: ignore[operator]
+    result = run("check", str(rollouts), "--model", str(tmp_path / "small"), code=2)
+    assert "expected ids below 6, the model's vocabulary" in result.stderr
+
+
+def test_check_fails_where_the_initial_state_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = importlib.import_module("harts.ops.gated_delta_rule.reference")
+    recur = reference._recur
+
+    def from_zero(u: Any, w: Any, *rest: Any) -> Any:
+        states, _ = recur(u, w, *rest)
+        return states.new_zeros(states.shape), u
+
+    monkeypatch.setattr(reference, "_recur", from_zero)
+    document = run("check", *SMALL, code=1)
+    assert document["ok"] is False
+    assert any("log-prob" in failure for failure in document["batches"][0]["failures"])
+    shown = run("check", *SMALL[:-1], code=1).stdout
+    assert "fails" in shown
+
+
+def test_check_runs_awkward_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: AWKWARD[name] for name in ("single token", "duplicates", "empty response")}
+    monkeypatch.setattr(importlib.import_module("harts.cli.check"), "AWKWARD", few)
+    names = [each["name"] for each in run("check", "--workloads", "", "--json")["batches"]]
+    assert names == ["awkward: duplicates", "awkward: empty response", "random: 0", "random: 1", "random: 2"]
+
+
+# -- bench --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("harts.cli.bench"), "MODEL", {"hidden_size": 64, "head_dim": 64})
+
+
+QUICK = ("bench", "--workloads", "star3", "--scale", "0.01", "--turns", "2", "--token-budget", "900")
+
+
+def test_bench_reports_what_others_script_against(small_model: None) -> None:
+    document = run(*QUICK, "--merged", "--json")
+    (entry,) = document["workloads"]
+    assert entry["workload"] == "star3"
+    assert entry["efficiency"] == pytest.approx(entry["speedup"] / entry["flop_limit"])
+    assert 3 < entry["flop_limit"] < 7
+    assert entry["rows_s"] > 0
+    assert entry["tree_s"] > 0
+    assert entry["arms"]["rows"]["microbatches"] > entry["arms"]["tree"]["microbatches"]
+    assert entry["arms"]["merged"]["rows"] == entry["arms"]["rows"]["rows"]  # no row of a star continues another
+    assert entry["logprob_max_abs"] < 1e-5
+
+
+def test_bench_shows_a_table(small_model: None) -> None:
+    shown = run(*QUICK[:-2], "--merged").stdout
+    assert "star3" in shown
+    assert "FLOP limit" in shown
+    assert "Over rows merged" in shown
+
+
+def test_bench_shows_no_speed_where_the_arms_differ(small_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = importlib.import_module("harts.cli.bench")
+    monkeypatch.setattr(command, "_TOLERANCE", {"float32": -1.0})
+    document = run(*QUICK, "--json", code=1)
+    (entry,) = document["workloads"]
+    assert document["ok"] is False
+    assert entry["speedup"] is None
+    assert "no speed is shown" in run(*QUICK, code=1).stdout
+
+
+def test_workload_sizes_on_the_command_line() -> None:
+    assert parse_workloads("star3, think:rollouts=2:turns=5") == [("star3", {}), ("think", {"rollouts": 2, "turns": 5})]
+    for bad in ("think:rollouts", "think:=3", "think:turns=1.5", "star3,,flat"):
+        with pytest.raises(ValueError, match="workloads: expected"):
+            parse_workloads(bad)
+
+
+def test_no_color_codes_in_a_pipe(rollouts: Path) -> None:
+    result = process("inspect", str(rollouts), env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    assert result.returncode == 0
+    assert "\x1b" not in result.stdout
