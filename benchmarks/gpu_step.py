@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--no-recompute", action="store_true")
     parser.add_argument("--no-fuse", action="store_true")
     parser.add_argument("--chunk-rows", type=int, default=None)
-    parser.add_argument("--token-budget", type=int, default=None, help="default: the rows of the tree, at least 65,536")
+    parser.add_argument("--token-budget", type=int, default=None, help="default: the rows of the tree and its replayed rows, at least 65,536")
     parser.add_argument("--repeats", type=int, default=3, help="of arms that take less than 10 s")
     parser.add_argument("--profile", type=Path, default=None, help="write a table of one tree step's kernels here")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of the whole run")
@@ -78,7 +78,7 @@ def measure_workload(
     trajectories, _ = remap_vocabulary(trajectories)
     tree = PrefixTree.build(trajectories)
     longest = max(len(trajectory) for trajectory in trajectories)
-    setting = setting_of(arguments, max(tree.num_rows, longest, 65_536))
+    setting = setting_of(arguments, max(count(tree).linear_rows, longest, 65_536))
     known = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     records: list[dict[str, Any]] = []
     found: dict[str, torch.Tensor] = {}

@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
         "mrope_section": [1, 1, 0],
     },
 }
-SETTING = Setting(kernels=Kernels(), fused=False, recompute=True, token_budget=800)
+SETTING = Setting(kernels=Kernels(), fused=False, recompute=True, token_budget=1200)
 
 
 def test_arms_agree_and_count_their_own_work() -> None:
