@@ -118,7 +118,7 @@ def build_model(
         torch.set_default_dtype(before)
     remember(model)
     model.config._attn_implementation = "sdpa"
-    return attach(model.to(dtype)).train()
+    return attach(model).train()
 
 
 def environment(commit: str | None = None) -> dict[str, str]:
