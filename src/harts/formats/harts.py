@@ -1,9 +1,9 @@
 """Our own schema: token rows under the names of `Trajectory`.
 
 Required: `group`, `id`, `token_ids`, `loss_mask`. Optional: `logprobs`, `ref_logprobs`, `advantages` (a number or one
-per token), `reward`, `temperature`, `merge_keys`; null is the same as absent. `messages`, `tools`, `meta`, `source`
-and `render` may stand beside them; `meta` and `source` are kept in `Trajectory.meta`. In place of `loss_mask` a row
-may have `token_mask` (the name in NousResearch/atropos dumps).
+per token), `reward`, `temperature`, `merge_keys`, `routes`; null is the same as absent. `messages`, `tools`, `meta`,
+`source` and `render` may stand beside them; `meta` and `source` are kept in `Trajectory.meta`. In place of `loss_mask`
+a row may have `token_mask` (the name in NousResearch/atropos dumps).
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from harts.trajectory import Trajectory
 __all__ = ["fields_of", "matches", "trajectories"]
 
 _PER_TOKEN = ("logprobs", "ref_logprobs", "advantages", "merge_keys")
-_KNOWN = frozenset({"group", "id", "token_ids", "loss_mask", "reward", "temperature", *_PER_TOKEN})
+_KNOWN = frozenset({"group", "id", "token_ids", "loss_mask", "reward", "temperature", "routes", *_PER_TOKEN})
 _KNOWN |= {"messages", "tools", "meta", "source", "render", "token_mask"}
 
 
@@ -39,9 +39,22 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
         id=row.text("id", ""),
         token_ids=row.require("token_ids"),
         loss_mask=mask,
+        routes=_routes(row),
         **optional,
         **common_fields(row),
     )
+
+
+def _routes(row: Row) -> Any:
+    """Recorded experts [L, layers, experts per token]; a token's null becomes -1 throughout."""
+    tokens = row.get("routes")
+    if not isinstance(tokens, list) or all(token is not None for token in tokens):
+        return tokens
+    recorded = next((token for token in tokens if token is not None), None)
+    if recorded is None:
+        return None
+    none = [[-1] * len(layer) for layer in recorded]
+    return [none if token is None else token for token in tokens]
 
 
 def fields_of(trajectory: Trajectory) -> dict[str, Any]:
@@ -59,6 +72,8 @@ def fields_of(trajectory: Trajectory) -> dict[str, Any]:
         if values is not None:
             constant = name == "advantages" and bool((values == values[0]).all())
             fields[name] = float(values[0]) if constant else values.tolist()
+    if trajectory.routes is not None:
+        fields["routes"] = [token.tolist() if (token >= 0).any() else None for token in trajectory.routes]
     if trajectory.meta:
         fields["meta"] = dict(trajectory.meta)
     return fields

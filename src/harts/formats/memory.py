@@ -27,6 +27,7 @@ def from_lists(
     reward: Sequence[float | None] | None = None,
     temperature: Sequence[float] | float = 1.0,
     merge_keys: Sequence[Any] | None = None,
+    routes: Sequence[Any] | None = None,
     meta: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Trajectory]:
     """One trajectory per element; every argument but `temperature` holds one element per trajectory.
@@ -40,6 +41,7 @@ def from_lists(
         advantages: B numbers, or B sequences of length L_b, or None.
         reward: B numbers or None.
         temperature: one number for all, or B numbers.
+        routes: B arrays [L_b, layers, experts per token] of recorded experts, or None.
         meta: B mappings.
 
     Raises:
@@ -52,7 +54,8 @@ def from_lists(
     scalar = np.ndim(to_numpy(temperature)) == 0
     columns["temperature"] = [temperature] * count if scalar else cast(Sequence[float], temperature)
     given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "merge_keys": merge_keys, "advantages": advantages}
-    columns |= {name: value for name, value in (given | {"reward": reward, "meta": meta}).items() if value is not None}
+    given |= {"reward": reward, "routes": routes, "meta": meta}
+    columns |= {name: value for name, value in given.items() if value is not None}
     for name, column in columns.items():
         if len(column) != count:
             raise ValueError(f"{name}: expected one element per trajectory ({count}), came {len(column)}")
