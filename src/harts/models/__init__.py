@@ -2,7 +2,17 @@
 
 from harts.models.attach import attach, detach
 from harts.models.presets import PRESETS, tiny_model
+from harts.models.recompute import recompute_activations
 from harts.models.routing import RouterConfig, RouterOutput
 from harts.models.scoring import logprobs
 
-__all__ = ["PRESETS", "RouterConfig", "RouterOutput", "attach", "detach", "logprobs", "tiny_model"]
+__all__ = [
+    "PRESETS",
+    "RouterConfig",
+    "RouterOutput",
+    "attach",
+    "detach",
+    "logprobs",
+    "recompute_activations",
+    "tiny_model",
+]

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harts.cost import CostModel
-from harts.flops import model_identity
+from harts.cost import CostModel, model_identity
 from harts.formats import read
 from harts.losses import fill_advantages, make_loss
-from harts.models import PRESETS, attach, tiny_model
+from harts.models import PRESETS, attach, recompute_activations, tiny_model
 from harts.models.attach import find_backbone
 from harts.plan import Plan, check_plan
 from harts.testing.workloads import remap_vocabulary
@@ -232,9 +231,7 @@ class Trainer:
             )
         attach(model.to(config.device)).train()
         if config.recompute:
-            # renamed in transformers 5.2x
-            enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            recompute_activations(model)
         return model
 
     def _make_cost_model(self) -> CostModel:

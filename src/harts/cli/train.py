@@ -1,0 +1,106 @@
+"""harts train: a TOML file and an output folder in, a trained model out."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from harts.cli import options, output
+from harts.train import Interrupted, TrainConfig, Trainer
+from harts.train.firstlook import FirstLook, first_look
+
+__all__ = ["train"]
+
+_LINE = ("loss", "grad_norm", "ref_kl", "old_kl", "clip_fraction_low", "clip_fraction_high", "entropy")
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file with the settings, see examples/.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for metrics, config and checkpoints.", show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Trajectories, instead of the file's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of the file's.")] = None,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="Rows of a microbatch at most.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    look: Annotated[bool, typer.Option("--look/--no-look", help="Measure speed-up and agreement first.")] = True,
+    as_json: options.Json = False,
+) -> None:
+    """Train a model on trajectories that share history; every distinct token runs once.
+
+    Interrupt it at any time: the step in hand is finished, a checkpoint written, and --resume goes on exactly there.
+    """
+    changes = {"data": data, "steps": steps, "token_budget": token_budget, "device": device}
+    settings = TrainConfig.load(
+        config, {name: str(value) if name == "data" else value for name, value in changes.items() if value is not None}
+    )
+    console = Console(stderr=True, soft_wrap=True)
+    trainer = Trainer(settings, out, resume=resume, log=lambda line: console.print(line, highlight=False))
+    try:
+        document = _run(trainer, console, look)
+    except Interrupted as interrupted:
+        output.complain(str(interrupted))
+        raise typer.Exit(130) from None
+    finally:
+        trainer.replicas.leave()
+    if trainer.replicas.rank == 0:
+        output.emit(document, as_json, lambda to: _render(to, document))
+
+
+def _run(trainer: Trainer, console: Console, look: bool) -> dict[str, Any]:
+    seen: FirstLook | None = None
+    if look and trainer.replicas.size == 1:
+        with output.watch("a first look at the data"):
+            seen = first_look(trainer)
+        console.print(_describe(seen), highlight=False)
+    bar = Progress(
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(), console=console, disable=trainer.replicas.rank != 0 or not console.is_terminal,
+    )  # fmt: skip
+    records: list[dict[str, Any]] = []
+    with bar:
+        task = bar.add_task("train", total=trainer.config.steps, completed=trainer.step)
+        for metrics in trainer.run():
+            records.append(metrics.to_dict())
+            bar.update(task, completed=metrics.step)
+            if trainer.replicas.rank == 0:
+                console.print(_line(records[-1], trainer.config.steps), highlight=False)
+    return {
+        "out": str(trainer.out),
+        "steps": trainer.step,
+        "first_look": None if seen is None else dataclasses.asdict(seen),
+        "first": records[0] if records else None,
+        "last": records[-1] if records else None,
+        "sharing": sum(r["tokens"] for r in records) / max(sum(r["unique_rows"] for r in records), 1),
+    }
+
+
+def _describe(seen: FirstLook) -> str:
+    return (
+        f"first look: the first step shares {seen.sharing:.1f}x; on {seen.rows_looked_at} of its rows "
+        f"({seen.tokens:,} tokens, {seen.unique_rows:,} unique) the tree is {seen.speedup:.2f}x as fast as separate "
+        f"rows, and the largest log-prob difference is {seen.logprob_max_abs:.1e}"
+    )
+
+
+def _line(record: dict[str, Any], steps: int) -> str:
+    parts = [f"step {record['step']:>{len(str(steps))}}/{steps}"]
+    parts += [f"{name} {output.number(record[name], 4)}" for name in _LINE if name in record]
+    parts.append(f"{record['tokens']:,} tokens in {record['unique_rows']:,} rows ({record['sharing']:.1f}x)")
+    parts.append(f"{record['replayed_rows']:,} replayed, {record['trained_rows']:,} trained")
+    parts.append(f"{record['rows_per_s']:,.0f} rows/s")
+    return "  ".join(parts)
+
+
+def _render(console: Console, document: dict[str, Any]) -> None:
+    first, last, seen = document["first"], document["last"], document["first_look"]
+    values = {"steps": str(document["steps"]), "sharing": f"{document['sharing']:.2f}x"}
+    if first is not None:
+        values["loss"] = f"{first['loss']:.4f} -> {last['loss']:.4f}"
+    if seen is not None:
+        values["speed-up"] = f"{seen['speedup']:.2f}x over packed separate rows ({seen['tokens']:,} tokens)"
+        values["largest log-prob difference"] = f"{seen['logprob_max_abs']:.1e}"
+    values["written to"] = document["out"]
+    console.print(output.key_values("harts train", values))
