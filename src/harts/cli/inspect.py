@@ -8,8 +8,10 @@ import typer
 from rich.console import Console
 
 from harts.blocks import BlockTree
-from harts.cli import options, output
+from harts.cli import explaining, options, output
 from harts.cost import count
+from harts.explain import explain as find_misses
+from harts.formats.decoding import decoder_for
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
@@ -24,6 +26,10 @@ def inspect(
     reasoning: options.Reasoning = "keep",
     limit: options.Limit = None,
     groups: Annotated[int, typer.Option(min=0, help="Groups to list, those with the most tokens first.")] = 10,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where rows stop sharing, why, what it costs.")
+    ] = False,
+    findings: Annotated[int, typer.Option(min=0, help="With --explain: near misses to list.")] = 12,
     as_json: options.Json = False,
 ) -> None:
     """Count what a data set shares: tokens, rows, segments, rounds, replayed rows.
@@ -32,7 +38,17 @@ def inspect(
     """
     trajectories = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
     document = describe(trajectories)
-    output.emit(document, as_json, lambda console: _render(console, document, groups))
+    if not explain:
+        output.emit(document, as_json, lambda console: _render(console, document, groups))
+        return
+    report = find_misses(trajectories, decoder=decoder_for(list(data), fmt=fmt, tokenizer=tokenizer))
+    document["explain"] = report.to_json()
+
+    def render(console: Console) -> None:
+        _render(console, document, 0)
+        explaining.render(console, report, findings=findings, groups=groups)
+
+    output.emit(document, as_json, render)
 
 
 def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
