@@ -1,7 +1,7 @@
 """How long planning takes: groups x 16 trajectories with a shared prompt, rows growing, 64 replicas.
 
 Each group has a prompt of 1,500 tokens; each of its 16 trajectories branches off the prompt or off an earlier one and
-adds 300 to 1,400 tokens. One JSON line a size goes to stdout: seconds of the wall and of the processor for `make_plan`
+adds 300 to 1,500 tokens. One JSON line a size goes to stdout: seconds of the wall and of the processor for `make_plan`
 (the tree is built before).
 
     python benchmarks/plan_speed.py --groups 8 16 32 64 128 256 640
@@ -29,7 +29,7 @@ def build_tree(groups: int, seed: int = 0) -> PrefixTree:
         for _ in range(16):
             base = group[rng.integers(len(group))] if group and rng.random() < 0.5 else prompt
             kept = base[: rng.integers(len(prompt), len(base) + 1)]
-            group.append(np.concatenate([kept, rng.integers(0, 50_000, rng.integers(300, 1400))]))
+            group.append(np.concatenate([kept, rng.integers(0, 50_000, rng.integers(300, 1500))]))
         rows += group
     return PrefixTree.build(to_trajectories(rng, rows))
 
