@@ -14,20 +14,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harts.cost import CostModel
     from harts.formats import read, write
     from harts.layout import PackedTree, pack
     from harts.models import attach, detach, logprobs
     from harts.ops.kernels import Kernels
-    from harts.plan import make_plan
+    from harts.plan import Plan, check_plan, make_plan
     from harts.trajectory import Trajectory
     from harts.tree import PrefixTree
 
 __all__ = [
+    "CostModel",
     "Kernels",
     "PackedTree",
+    "Plan",
     "PrefixTree",
     "Trajectory",
     "attach",
+    "check_plan",
     "detach",
     "logprobs",
     "make_plan",
@@ -38,11 +42,14 @@ __all__ = [
 
 # Loaded on first use: reading, inspecting and planning need neither torch nor transformers.
 _MODULE_OF = {
+    "CostModel": "harts.cost",
     "Kernels": "harts.ops.kernels",
     "PackedTree": "harts.layout",
+    "Plan": "harts.plan",
     "PrefixTree": "harts.tree",
     "Trajectory": "harts.trajectory",
     "attach": "harts.models",
+    "check_plan": "harts.plan",
     "detach": "harts.models",
     "logprobs": "harts.models",
     "make_plan": "harts.plan",
