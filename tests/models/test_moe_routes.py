@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import harts
 from harts.models import RouterConfig, tiny_model
+from harts.testing import routes as routes_module
 from harts.testing.fp64 import all_fp64
+from harts.testing.routes import has_routers, route_difference, route_stability
 from harts.testing.trees import AWKWARD, random_trajectories
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, count_rows_without_routes
@@ -155,3 +157,43 @@ def test_routes_that_do_not_fit_are_refused() -> None:
     fewer = dataclasses.replace(bad, routes=np.zeros((4, 1, 1), int), id="fewer")
     with pytest.raises(ValueError, match="trajectory 'fewer', field routes: expected 2 layers and 3 experts per token"):
         PrefixTree.build([bad, fewer])
+
+
+# -- stability -----------------------------------------------------------------------------------------------------
+
+
+def test_route_difference_compares_sets_and_counts_layers_and_tokens() -> None:
+    one = torch.tensor([[[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 3], [4, 5]]])
+    other = one.clone()
+    other[0, 1] = torch.tensor([3, 2])
+    assert route_difference(one, other) == 0
+    other[1, 2, 0] = 6
+    assert route_difference(one, other) == pytest.approx(1 / 6)
+    with pytest.raises(ValueError, match=r"came \[2, 3, 2\] and \[2, 2, 2\]"):
+        route_difference(one, other[:, :2])
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_tree_and_packed_rows_take_the_same_routes(dtype: torch.dtype, exact: bool) -> None:
+    trajectories = random_trajectories(np.random.default_rng(3), num_trajectories=5, max_length=80)
+    model = harts.attach(tiny_model("tiny-qwen3.5-moe", dtype=dtype))
+    assert has_routers(model)
+    assert not has_routers(tiny_model("tiny-qwen3"))
+    found = route_stability(model, trajectories, exact=exact)
+    assert (found.tokens, found.layers) == (sum(map(len, trajectories)), 4)
+    assert (found.dtype, found.exact) == (str(dtype).removeprefix("torch."), exact)
+    assert found.repeat_fraction == 0
+    assert found.tree_fraction <= (0.001 if dtype == torch.float32 else 0.02)
+
+
+def test_route_stability_sees_broken_positions(monkeypatch: Any) -> None:
+    """The twin: on a tree whose rows sit at wrong positions, routes differ."""
+    trajectories = AWKWARD["star"]
+    model = harts.attach(tiny_model(FAST))
+    pack = routes_module.pack
+
+    def broken(tree: PrefixTree, **options: Any) -> harts.PackedTree:
+        return dataclasses.replace(pack(tree, **options), position_T=torch.arange(tree.num_rows))
+
+    monkeypatch.setattr(routes_module, "pack", broken)
+    assert route_stability(model, trajectories).tree_fraction > 0.01

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype
+from harts.models import attach
 from harts.testing.compare import Comparison, compare
+from harts.testing.routes import RouteStability, has_routers, route_stability
 from harts.testing.trees import AWKWARD, random_trajectories
 from harts.testing.workloads import remap_vocabulary, workload
 from harts.trajectory import Trajectory
@@ -53,8 +55,9 @@ def check(
     """Compare a model on a tree with separate rows run one by one through transformers' own code.
 
     Log-probs, entropies and the gradient of every parameter are compared. In float64 they have to agree to 1e-10 and
-    1e-8; below, the tree's error against float64 may be 1.25 times that of separate rows in the same dtype. Without
-    DATA, awkward trees, random trees and all workloads at a small scale are run. Exits with 1 if a law does not hold.
+    1e-8; below, the tree's error against float64 may be 1.25 times that of separate rows in the same dtype, and of a
+    mixture of experts it is told how often a token's experts differ from those on packed rows. Without DATA, awkward
+    trees, random trees and all workloads at a small scale are run. Exits with 1 if a law does not hold.
     """
     if data:
         read = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
@@ -62,6 +65,7 @@ def check(
     else:
         batches = _built_in(workloads, scale=scale, trees=trees, seed=seed, data_dir=data_dir)
     compared: list[tuple[str, Comparison]] = []
+    routed: list[RouteStability] = []
     with output.watch("check") as tell:
         for name, trajectories in batches:
             tell(f"{name}, {len(trajectories)} rows, {sum(map(len, trajectories)):,} tokens")
@@ -72,7 +76,9 @@ def check(
             else:
                 tested = load_model(model, dtype=to_dtype(dtype), device=device)
             compared.append((name, compare(tested, trajectories, seed=seed)))
-    document = _document(model, dtype, compared)
+            if dtype != "float64" and has_routers(tested):
+                routed.append(route_stability(attach(tested), trajectories))
+    document = _document(model, dtype, compared) | _routes(routed)
     output.emit(document, as_json, lambda console: _render(console, document, compared))
     if not document["ok"]:
         raise typer.Exit(1)
@@ -117,6 +123,16 @@ def _document(model: str, dtype: str, compared: Sequence[tuple[str, Comparison]]
     }
 
 
+def _routes(routed: Sequence[RouteStability]) -> dict[str, float]:
+    """Fractions over all batches of (token, layer) whose experts differ; nothing for a dense model."""
+    total = sum(each.tokens * each.layers for each in routed)
+    names = {"routes_differ_on_tree": "tree_fraction", "routes_differ_on_repeat": "repeat_fraction"}
+    sums = {
+        name: sum(getattr(each, field) * each.tokens * each.layers for each in routed) for name, field in names.items()
+    }
+    return {name: value / total for name, value in sums.items() if total}
+
+
 def _largest(values: Sequence[float]) -> float:
     """The largest, or NaN if there is one."""
     return float(np.max(values))
@@ -151,6 +167,11 @@ def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple
         f"\nLargest differences: log-prob {shown(document['logprob_max_abs'])}, entropy "
         f"{shown(document['entropy_max_abs'])}, gradient {shown(document['grad_max_rel'])} of its norm."
     )
+    if "routes_differ_on_tree" in document:
+        console.print(
+            f"Experts differ at {document['routes_differ_on_tree']:.3%} of (token, layer) between the tree and packed "
+            f"rows, at {document['routes_differ_on_repeat']:.3%} between two runs of packed rows."
+        )
     for name, each in compared:
         for failure in each.failures:
             console.print(f"[bold red]fails[/] {name}: {failure}")

@@ -13,7 +13,7 @@ from harts.cost import count
 from harts.explain import explain as find_misses
 from harts.formats.decoding import decoder_for
 from harts.trajectory import Trajectory
-from harts.tree import PrefixTree
+from harts.tree import PrefixTree, count_rows_without_routes
 
 __all__ = ["describe", "inspect"]
 
@@ -55,7 +55,8 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Counts of one tree over all trajectories, and of one tree per group.
 
     `sharing` is tokens per row of the one tree, `sharing_in_groups` of one tree a group, `sharing_of_prefixes` where
-    only a trajectory that another one continues is merged.
+    only a trajectory that another one continues is merged. Where experts were recorded, `sharing_without_routes` is
+    that of the one tree if they were not: the difference is what forcing them costs.
     """
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -72,6 +73,7 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         **{name: whole[name] for name in ("tokens", "unique_tokens", "sharing")},
         "sharing_in_groups": whole["tokens"] / sum(each["unique_tokens"] for each in by_group),
         "sharing_of_prefixes": merged.sharing,
+        **_without_routes(trajectories),
         **{name: whole[name] for name in ("segments", "branch_depth", "trained_tokens", "trained_share")},
         "trained_rows": int(np.count_nonzero(tree.trained_T)),
         "rounds": blocks.num_rounds,
@@ -83,6 +85,12 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "median_length": float(np.median(lengths)),
         "by_group": by_group,
     }
+
+
+def _without_routes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    if all(trajectory.routes is None for trajectory in trajectories):
+        return {}
+    return {"sharing_without_routes": sum(map(len, trajectories)) / count_rows_without_routes(trajectories)}
 
 
 def _counts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -128,6 +136,8 @@ def _render(console: Console, document: dict[str, Any], most: int) -> None:
         "replayed rows": f"{shown(document['replayed_rows'])} "
         f"({document['replayed_rows'] / document['unique_tokens']:.1%} of the unique ones)",
     }
+    if "sharing_without_routes" in document:
+        values["sharing without routes"] = f"{document['sharing_without_routes']:.2f}x if no experts were recorded"
     console.print(output.key_values("One tree over all trajectories", values))
     listed = sorted(document["by_group"], key=lambda each: -int(each["tokens"]))[:most]
     if not listed:

@@ -17,6 +17,7 @@ Shape suffixes: B trajectories, N tokens of all of them, L tokens of one, V voca
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,8 +116,9 @@ def compare(
 
     Args:
         model: of a supported family, attached or not; it is copied and left as it is. The copies are in evaluation
-            mode. Up to two live at once, one of them in fp64.
-        trajectories: at least one with a trained token.
+            mode. Up to two live at once, one of them in fp64, whose experts run with the eager implementation (grouped
+            ones have no fp64).
+        trajectories: at least one with a trained token. Recorded routes are left out: the other side cannot force them.
         dtype: of the copies' parameters; None takes the model's.
         share: what the tree merges.
         kernels: implementations of the ops.
@@ -130,12 +132,20 @@ def compare(
     dtype = dtype or next(model.parameters()).dtype
     if dtype not in (torch.float64, torch.float32, torch.bfloat16):
         raise ValueError(f"dtype: expected float64, float32 or bfloat16, came {dtype}")
-    plain = detach(copy.deepcopy(model)).to(dtype).eval()
+    trajectories = [dataclasses.replace(each, routes=None) for each in trajectories]
+    plain = _cast(detach(copy.deepcopy(model)).eval(), dtype)
     packed = pack(PrefixTree.build(trajectories, share=share), device=next(plain.parameters()).device)
     tree = score_packed(attach(plain), packed, kernels=kernels, seed=seed)
     rows = score_rows(detach(plain), trajectories, seed=seed)
-    exact = rows if dtype == torch.float64 else score_rows(plain.to(torch.float64), trajectories, seed=seed)
+    exact = rows if dtype == torch.float64 else score_rows(_cast(plain, torch.float64), trajectories, seed=seed)
     return _judge(str(dtype).removeprefix("torch."), share, packed, tree, rows, exact)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    config = find_backbone(model).config
+    if dtype == torch.float64 and getattr(config, "_experts_implementation", None):
+        config._experts_implementation = "eager"
+    return model.to(dtype)
 
 
 def score_packed(model: nn.Module, packed: PackedTree, *, kernels: Kernels | None = None, seed: int = 0) -> Scores:
