@@ -22,7 +22,7 @@ def test_qwen_text_comes_back() -> None:
     assert decoder.text(np.array([151644, 151645, 151667, 151700, 2**31 - 1])) == (
         "<|im_start|><|im_end|><think><151700><2147483647>"
     )
-    cut = encode("ﷺ")
+    cut = encode("\U00012000")
     assert len(cut) > 1
     assert decoder.text(cut[:1]) == "\ufffd"
 

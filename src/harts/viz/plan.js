@@ -27,7 +27,7 @@ class PlanView {
 
   resize() {
     const { canvas, plan } = this;
-    this.lane = Math.min(Math.max(220 / plan.replicas, 7), 44);
+    this.lane = Math.min(Math.max(360 / plan.replicas, 7), 84);
     this.height = Math.round(this.lane * plan.replicas + 20);
     canvas.style.height = `${this.height}px`;
     const ratio = Math.min(devicePixelRatio || 1, 2);

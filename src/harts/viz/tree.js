@@ -95,7 +95,7 @@ class TreeView {
     const gap = h > 4 ? 1 : h > 2 ? 0.4 : 0;
     const colour = this.fill(s);
     const dim = this.lit && !this.lit.has(s);
-    if (dim) c.globalAlpha = 0.2;
+    if (dim) c.globalAlpha = 0.34;
     c.fillStyle = colour.css;
     c.fillRect(x, box.y, Math.max(w - (w > 3 ? 1 : 0), 0.7), Math.max(h - gap, 0.7));
     this.drawn += 1;
