@@ -28,7 +28,13 @@ def trajectories() -> list[Trajectory]:
 def test_measure_counts_what_ran(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
     lines: list[str] = []
     measured = measure(
-        model, trajectories, token_budget=900, turns=2, arms=("rows", "merged", "tree"), progress=lines.append
+        model,
+        trajectories,
+        token_budget=900,
+        turns=2,
+        clock="cpu",
+        arms=("rows", "merged", "tree"),
+        progress=lines.append,
     )
     rows, tree = measured.arms["rows"], measured.arms["tree"]
     assert rows.counts.rows == sum(map(len, trajectories))
@@ -76,6 +82,9 @@ def test_bad_input(model: torch.nn.Module, trajectories: list[Trajectory]) -> No
         measure(model, trajectories, token_budget=900, arms=("tree",))
     with pytest.raises(ValueError, match="turns >= 1"):
         measure(model, trajectories, token_budget=900, turns=0)
+    on_meta = attach(tiny_model("tiny-llama")).to("meta")
+    with pytest.raises(ValueError, match="clock: expected 'wall' for a model on meta"):
+        measure(on_meta, trajectories, token_budget=900, clock="cpu")
     with pytest.raises(ValueError, match="token_budget: expected at least 154"):
         measure(model, trajectories, token_budget=100)
     with pytest.raises(ValueError, match="not attached"):

@@ -9,7 +9,7 @@ from rich.console import Console
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype, vocabulary_of
 from harts.models import attach
-from harts.testing.measure import Arm, Measurement, measure
+from harts.testing.measure import Arm, Clock, Measurement, measure
 from harts.testing.workloads import remap_vocabulary, workload
 from harts.trajectory import Trajectory
 
@@ -56,6 +56,9 @@ def bench(
     ] = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Most rows of a microbatch, in every arm.")] = 8192,
     turns: Annotated[int, typer.Option(min=1, help="How often each arm is timed, in turn.")] = 3,
+    clock: Annotated[
+        Clock, typer.Option(help="wall, or cpu: processor time of this process, on a CPU that others use too.")
+    ] = "wall",
     merged: Annotated[bool, typer.Option(help="Time rows merged while one is a prefix of the next, too.")] = False,
     model: Model = "tiny-qwen3.5",
     dtype: Annotated[DtypeChoice, typer.Option(help="Of the parameters.")] = "float32",
@@ -90,6 +93,7 @@ def bench(
                 token_budget=token_budget,
                 turns=turns,
                 arms=arms,
+                clock=clock,
                 progress=lambda text, name=name: tell(f"{name}, {text}"),  # type: ignore[misc]
             )
             results.append(_result(name, sizes, measured, _TOLERANCE[dtype], vocabulary_of(timed)))
@@ -100,6 +104,7 @@ def bench(
         "scale": scale,
         "token_budget": token_budget,
         "turns": turns,
+        "clock": clock,
         "ok": all(each["ok"] for each in results),
         "workloads": results,
     }
@@ -175,7 +180,8 @@ def _render(console: Console, document: Mapping[str, Any], results: Sequence[Map
     shown = output.number
     times = output.table(
         f"{document['model']} in {document['dtype']} on {document['device']}, lengths x {document['scale']:g}, at most "
-        f"{document['token_budget']:,} rows a microbatch, medians of {document['turns']} alternating turns",
+        f"{document['token_budget']:,} rows a microbatch, medians of {document['turns']} alternating turns, "
+        f"{document['clock']} time",
         "workload",
         *("separate rows s", "tree s", "speed-up", "FLOP limit", "efficiency", "GFLOP/s: rows", "tree"),
         *("rows/s: rows", "tree", "replayed", "head", "log-prob"),

@@ -31,9 +31,10 @@ from harts.plan import Plan, make_plan
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
 
-__all__ = ["ARMS", "Arm", "ArmTimes", "Batch", "Measurement", "measure", "prepare", "run_step"]
+__all__ = ["ARMS", "Arm", "ArmTimes", "Batch", "Clock", "Measurement", "measure", "prepare", "run_step"]
 
 Arm = Literal["rows", "merged", "tree"]
+Clock = Literal["wall", "cpu"]
 
 ARMS: Mapping[Arm, Share] = MappingProxyType({"rows": "none", "merged": "prefix", "tree": "tree"})
 """What each arm merges; see `PrefixTree.build`."""
@@ -139,6 +140,7 @@ def measure(
     arms: Sequence[Arm] = ("rows", "tree"),
     kernels: Kernels | None = None,
     recompute: bool = False,
+    clock: Clock = "wall",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
     """Times forward and backward of a batch.
@@ -151,6 +153,8 @@ def measure(
         arms: which to run, "rows" and "tree" among them.
         kernels: implementations of the ops.
         recompute: whether gradient checkpointing is switched on in the model, for the FLOP count.
+        clock: "wall", or "cpu" for the processor time of this process, all its threads together: on a CPU that other
+            programs use too, with one thread, what the wall clock would show if they did not.
         progress: called with a line before each run.
 
     Raises:
@@ -163,6 +167,7 @@ def measure(
         )
     if not any(each.loss_mask.any() for each in trajectories):
         raise ValueError("trajectories: expected a trained token, came none; there is nothing to time")
+    now = _clock(clock, next(model.parameters()).device)
     device = next(model.parameters()).device
     seconds: dict[Arm, list[float]] = {arm: [] for arm in arms}
     prepared: dict[Arm, list[float]] = {arm: [] for arm in arms}
@@ -174,11 +179,11 @@ def measure(
             progress(f"{arm}, {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}")
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            start = _now(device)
+            start = now()
             batch = prepare(trajectories, ARMS[arm], token_budget=token_budget, device=device)
-            ready = _now(device)
+            ready = now()
             scores = run_step(model, batch, kernels=kernels, most=1 if turn < 0 else None)
-            stop = _now(device)
+            stop = now()
             if turn >= 0:
                 seconds[arm].append(stop - (start if arm == "tree" else ready))
                 prepared[arm].append(ready - start)
@@ -255,7 +260,15 @@ def run_step(model: nn.Module, batch: Batch, *, kernels: Kernels | None = None, 
     return scores_N
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _clock(clock: Clock, device: torch.device) -> Callable[[], float]:
+    if clock == "cpu":
+        if device.type != "cpu":
+            raise ValueError(f"clock: expected 'wall' for a model on {device}, came 'cpu'; it does not see the device")
+        return time.process_time
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
