@@ -1,6 +1,7 @@
-"""Times training steps of a model of Qwen3.5-4B's shape on a CUDA GPU: tree, merged rows, packed rows, plain.
+"""Times training steps of a model of a shape of Qwen3.5 on a CUDA GPU: tree, merged rows, packed rows, plain.
 
     python benchmarks/gpu_step.py star3 grpo think:rollouts=4 --out benchmarks/results/gpu_step.jsonl
+    python benchmarks/gpu_step.py star3 think swe tau --shape qwen3.5-35b-a3b --layers 24 --out results.jsonl
 
 Workloads run one after the other, arms too; each arm adds one line to the file, and lines that are there already (same
 workload, arm, setting and commit) are not measured again. `--seconds` stops before an arm that would not fit.
@@ -22,13 +23,13 @@ from harts.models.attach import find_backbone
 from harts.ops.kernels import Kernels
 from harts.testing.gpu_step import (
     Setting,
-    build_model,
     environment,
     gradient_errors,
     profiled,
     summarise,
     time_arm,
 )
+from harts.testing.shapes import SHAPES, build_model
 from harts.testing.workloads import remap_vocabulary, workload
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="+", help="names of harts.testing.workloads, sizes as name:size=number,...")
     parser.add_argument("--arms", nargs="+", default=["tree", "merged", "rows"])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3.5-4b")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--attention", default=None, help="varlen or fa4; the fastest installed if not given")
     parser.add_argument("--deterministic", action="store_true")
@@ -63,7 +65,7 @@ def main() -> None:
         for name in arguments.workloads:
             measure_gradients(name, arguments, about)
         return
-    model = build_model({"num_hidden_layers": arguments.layers})
+    model = build_model({"num_hidden_layers": arguments.layers}, shape=arguments.shape)
     print(f"model built, {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters", flush=True)
     for name in arguments.workloads:
         measure_workload(model, name, arguments, about, deadline)
@@ -83,7 +85,7 @@ def measure_workload(
     records: list[dict[str, Any]] = []
     found: dict[str, torch.Tensor] = {}
     for arm in arguments.arms:
-        header = {"workload": name, "layers": arguments.layers, **about}
+        header = {"workload": name, "shape": arguments.shape, "layers": arguments.layers, **about}
         done = [r for r in known if r.get("arm") == arm and is_same(r, header, setting)]
         if done:
             records.append(done[-1])
@@ -118,7 +120,7 @@ def setting_of(arguments: argparse.Namespace, token_budget: int) -> Setting:
     chosen = {"attention": arguments.attention, "chunk_rows": arguments.chunk_rows}
     return Setting(
         kernels=dataclasses.replace(kernels, **{name: value for name, value in chosen.items() if value is not None}),
-        fused=not arguments.no_fuse,
+        fused=not arguments.no_fuse and arguments.shape == "qwen3.5-4b",  # what is fused is dense
         recompute=not arguments.no_recompute,
         token_budget=arguments.token_budget or token_budget,
     )
@@ -158,6 +160,7 @@ def save_workload(name: str, directory: Path) -> None:
 
 def is_same(record: dict[str, Any], header: dict[str, Any], setting: Setting) -> bool:
     same = all(record.get(key) == header[key] for key in ("workload", "layers", "commit", "gpu"))
+    same = same and record.get("shape", "qwen3.5-4b") == header["shape"]
     kernels = record["kernels"] == "transformers" or record["kernels"] == vars(setting.kernels)
     return same and kernels and record["recompute"] == setting.recompute
 

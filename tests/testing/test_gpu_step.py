@@ -8,7 +8,8 @@ import torch
 
 from harts.models.attach import find_backbone
 from harts.ops.kernels import Kernels
-from harts.testing.gpu_step import Setting, build_model, gradient_errors, summarise, time_arm
+from harts.testing.gpu_step import Setting, gradient_errors, summarise, time_arm
+from harts.testing.shapes import build_model
 from harts.testing.workloads import workload
 
 TINY: dict[str, Any] = {
@@ -71,3 +72,15 @@ def test_gradient_errors_of_tree_and_rows_are_alike() -> None:
     errors = gradient_errors(trajectories, setting, TINY, device="cpu")
     assert 1e-4 < errors["gradient_error_rows"] < 0.1
     assert 0.5 < errors["gradient_error_ratio_median"] < 2
+
+
+def test_a_mixture_of_experts_runs_the_same_arms() -> None:
+    trajectories = workload("star3", scale=0.01)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    changes = {**TINY, **experts, "shared_expert_intermediate_size": 32}
+    model = build_model(changes, shape="qwen3.5-35b-a3b", device="cpu", dtype=torch.float32)
+    assert find_backbone(model).config._experts_implementation == "grouped_mm"
+    _, rows = time_arm(model, "rows", trajectories, SETTING, warm_up=0)
+    record, _ = time_arm(model, "tree", trajectories, SETTING, warm_up=0, baseline_N=rows)
+    assert record["check"] == "passed"
+    assert record["tflop"] >= 0

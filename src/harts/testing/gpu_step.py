@@ -1,4 +1,4 @@
-"""Times whole training steps of a Qwen3.5-4B-shaped model, arm by arm, and checks the log-probs of every arm.
+"""Times whole training steps of a Qwen3.5-shaped model, arm by arm, and checks the log-probs of every arm.
 
 Beside the arms of `harts.testing.measure` (rows, merged, tree) there is `plain`: what a user has without HARTS, which
 is transformers with fla-core where it is installed, SDPA, one row a call, and a chunked head. Each arm is one record,
@@ -28,18 +28,16 @@ from harts.layout import pack
 from harts.models import attach, detach, logprobs
 from harts.models.attach import find_backbone
 from harts.models.fuse import fuse, unfuse
-from harts.models.presets import remember
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
 from harts.testing.measure import ARMS, prepare, run_step
+from harts.testing.shapes import build_model
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
 __all__ = [
-    "QWEN3_5_4B",
     "Setting",
     "StepArm",
-    "build_model",
     "environment",
     "gradient_errors",
     "profiled",
@@ -48,27 +46,6 @@ __all__ = [
 ]
 
 StepArm = Literal["rows", "merged", "tree", "plain"]
-
-QWEN3_5_4B: Mapping[str, Any] = {
-    "vocab_size": 248_320,
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "max_position_embeddings": 262_144,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000_000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
-    },
-}
-"""Fields of the model's text config."""
 
 SAME, ALIKE = 1e-3, 0.5
 """Largest difference (nats) of a log-prob from that of packed rows: of arms with our ops, of the plain arm in bf16."""
@@ -89,36 +66,6 @@ class Setting:
     fused: bool
     recompute: bool
     token_budget: int
-
-
-def build_model(
-    changes: Mapping[str, Any] | None = None,
-    *,
-    device: torch.device | str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> nn.Module:
-    """A model of the shape of Qwen3.5-4B with random weights that keep 90-99.9 % of a state per token, attached.
-
-    Args:
-        changes: config fields to set otherwise, `num_hidden_layers` say.
-        device: where the weights are drawn.
-        dtype: of the weights.
-        seed: of the weights.
-    """
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    before = torch.get_default_dtype()
-    torch.manual_seed(seed)
-    try:
-        torch.set_default_dtype(dtype)
-        with torch.device(device):
-            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**QWEN3_5_4B, **(changes or {})}))
-    finally:
-        torch.set_default_dtype(before)
-    remember(model)
-    model.config._attn_implementation = "sdpa"
-    return attach(model).train()
 
 
 def environment(commit: str | None = None) -> dict[str, str]:
