@@ -1,5 +1,6 @@
 """The doctor on the real data: published sizes, the differences that are known to be there, and time."""
 
+import functools
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ DUPLICATES = {"atropos-rubiks": 8, "lats-webshop": 31, "mint": 24, "reflexion-re
 _SECONDS = 30
 
 
+@functools.cache
 def _report(data_dir: Path, name: str) -> Report:
     path = data_dir / f"{name}.jsonl.gz"
     trajectories = read(path, fmt="chat")
