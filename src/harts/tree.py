@@ -67,7 +67,7 @@ class PrefixTree:
             raise ValueError(f"share: expected 'tree', 'prefix' or 'none', came {share!r}")
         if len(trajectories) == 0:
             raise ValueError("trajectories: expected at least one, came none; there is nothing to train on")
-        symbols = _symbols(trajectories)
+        symbols = merge_symbols(trajectories)
         raw = [array.tobytes() for array in symbols]
         # Any total order of symbols puts common prefixes side by side and a prefix before what continues it.
         order = sorted(range(len(raw)), key=raw.__getitem__)
@@ -195,7 +195,7 @@ def count_rows_without_routes(trajectories: Sequence[Trajectory], *, share: Shar
     return PrefixTree.build(free, share=share).num_rows
 
 
-def _symbols(trajectories: Sequence[Trajectory]) -> list[NDArray[np.void] | NDArray[np.int32]]:
+def merge_symbols(trajectories: Sequence[Trajectory]) -> list[NDArray[np.void] | NDArray[np.int32]]:
     """What has to agree for two tokens to merge: the id and, where any trajectory has them, merge key and routes."""
     columns: list[list[NDArray[Any] | int]] = [[each.token_ids for each in trajectories]]
     if any(each.merge_keys is not None for each in trajectories):

