@@ -107,7 +107,7 @@ def test_three_value_heads_a_key_head_and_values_of_another_size() -> None:
 
 
 @interpreter
-def test_rounds_recomputation_and_another_run_give_the_same_bits() -> None:
+def test_recomputation_and_another_run_give_the_same_bits() -> None:
     packed = pack_tree(small())
     assert packed.blocks.num_rounds == 3
     inputs = make_inputs(packed.num_rows)
@@ -116,7 +116,7 @@ def test_rounds_recomputation_and_another_run_give_the_same_bits() -> None:
         return run(lambda *x: ours.gated_delta_rule_triton(*x, packed, **options), inputs, torch.float32)
 
     first = op()
-    for other in (op(), op(rounds=True, recompute=True)):
+    for other in (op(), op(recompute=True)):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 

@@ -79,12 +79,10 @@ class Order(_OnDevice):
     Attributes:
         forward_C: chains, sources before what starts from them.
         backward_C: chains, what starts from a chain before it.
-        launches: chains per launch of the forward, host side; the backward has them in the opposite order.
     """
 
     forward_C: Tensor
     backward_C: Tensor
-    launches: tuple[int, ...]
 
 
 def get_schedule(packed: PackedTree) -> Schedule:
@@ -95,25 +93,17 @@ def get_schedule(packed: PackedTree) -> Schedule:
     return kept[packed.device]
 
 
-def get_order(packed: PackedTree, *, rounds: bool, lanes: int) -> Order:
-    """The order of a packed tree's chains, on its device; made once for each set of arguments and kept with the tree.
+def get_order(packed: PackedTree, *, lanes: int) -> Order:
+    """The order of a packed tree's chains, on its device; made once for each number of lanes and kept with the tree.
 
     Args:
-        rounds: one launch a round, so that nothing ever waits; otherwise one launch for all.
         lanes: chains that run at a time, as far as known; a wrong number costs time only.
     """
     kept: dict[object, Order] = packed.__dict__.setdefault("_gated_delta_rule_orders", {})
-    key = (rounds, lanes, packed.device)
+    key = (lanes, packed.device)
     if key not in kept:
-        blocks = packed.blocks
-        forward_C = forward_order(blocks, lanes)
-        backward_C = backward_order(blocks)
-        launches = [blocks.num_chains]
-        if rounds:
-            forward_C = forward_C[np.argsort(blocks.round_C[forward_C], kind="stable")]
-            backward_C = backward_C[np.argsort(-blocks.round_C[backward_C], kind="stable")]
-            launches = np.bincount(blocks.round_C).tolist()
-        kept[key] = Order(_int32(forward_C), _int32(backward_C), tuple(launches)).to(packed.device)
+        order = Order(_int32(forward_order(packed.blocks, lanes)), _int32(backward_order(packed.blocks)))
+        kept[key] = order.to(packed.device)
     return kept[key]
 
 

@@ -107,13 +107,11 @@ def gated_delta_rule_triton(
     beta_TG: Tensor,
     packed: PackedTree,
     *,
-    rounds: bool = False,
     recompute: bool = False,
 ) -> Tensor:
     """See `harts.ops.gated_delta_rule`.
 
     Args:
-        rounds: one launch of the recurrence a round instead of one for all; the result is the same bit for bit.
         recompute: keep only the inputs for the backward and run the forward again there. Otherwise what the kernels
             hand on is kept too: 2 K (1 + 2 H / G) + 2 V + 128 + K V / 32 bytes a slot and value head, which is 45 kB a
             row at K = V = 128, H = 16, G = 32.
@@ -122,18 +120,18 @@ def gated_delta_rule_triton(
         ValueError: the device, the Triton version, a dtype, a head size or a memory layout is not supported.
     """
     _check(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed)
-    plan = make_launch_plan(q_THK, v_TGV, packed, rounds=rounds)
+    plan = make_launch_plan(q_THK, v_TGV, packed)
     o_TGV: Tensor = _GatedDeltaRule.apply(q_THK, k_THK, v_TGV, g_TG, beta_TG, plan, recompute)
     return o_TGV
 
 
-def make_launch_plan(q_THK: Tensor, v_TGV: Tensor, packed: PackedTree, *, rounds: bool = False) -> LaunchPlan:
+def make_launch_plan(q_THK: Tensor, v_TGV: Tensor, packed: PackedTree) -> LaunchPlan:
     """Sizes, slots and order of one call; see `gated_delta_rule_triton`."""
     rows, heads, key_size = q_THK.shape
     groups, value_size = v_TGV.shape[1:]
     processors = 1 if INTERPRETED else torch.cuda.get_device_properties(q_THK.device).multi_processor_count
     programs = groups * value_size // min(VALUE_TILE, value_size)  # a chain
-    order = get_order(packed, rounds=rounds, lanes=max(processors // programs, 1))
+    order = get_order(packed, lanes=max(processors // programs, 1))
     return LaunchPlan(get_schedule(packed), order, rows, heads, groups, key_size, value_size)
 
 
@@ -214,7 +212,6 @@ def run_states(k_unit: Tensor, w: Tensor, u: Tensor, gamma: Tensor, plan: Launch
     _launch_recurrence(
         recurrence.states_kernel,
         plan,
-        plan.order.launches,
         *(k_unit, w, u, gamma, states, written, handed, flags[1:], flags),
         *(plan.order.forward_C, schedule.first_block_C1, schedule.boundary_E, schedule.source_C),
         PRECISION=_precision(w),
@@ -232,7 +229,6 @@ def run_state_gradients(blocks: Blocks, do_scaled: Tensor, local: Tensor, plan: 
     _launch_recurrence(
         recurrence.state_gradients_kernel,
         plan,
-        plan.order.launches[::-1],
         *(blocks.q_unit, blocks.k_unit, blocks.w, blocks.gamma, do_scaled, local, dstates, dwritten, handed),
         *(summed, arrived, flags, plan.order.backward_C, schedule.first_block_C1, schedule.boundary_E),
         *(schedule.source_C, schedule.children_J1, schedule.child_L),
@@ -343,21 +339,18 @@ def _parts(kernel: Any, size: int) -> int:
     return min(CONFIGS[kernel].width, size)
 
 
-def _launch_recurrence(
-    kernel: Any, plan: LaunchPlan, launches: tuple[int, ...], *arguments: Any, PRECISION: str
-) -> None:
-    """One launch a round, or one for all: the ticket counter goes on counting."""
-    for chains in launches:
-        _launch(
-            kernel,
-            chains * plan.groups * (plan.value_size // plan.tile),
-            *arguments,
-            **plan.sizes,
-            BV=plan.tile,
-            PRECISION=PRECISION,
-            INTERPRETED=INTERPRETED,
-            STAGES=CONFIGS[kernel].stages,
-        )
+def _launch_recurrence(kernel: Any, plan: LaunchPlan, *arguments: Any, PRECISION: str) -> None:
+    """One program a chain, value head and tile."""
+    _launch(
+        kernel,
+        plan.schedule.num_chains * plan.groups * (plan.value_size // plan.tile),
+        *arguments,
+        **plan.sizes,
+        BV=plan.tile,
+        PRECISION=PRECISION,
+        INTERPRETED=INTERPRETED,
+        STAGES=CONFIGS[kernel].stages,
+    )
 
 
 def _precision(x: Tensor) -> str:
