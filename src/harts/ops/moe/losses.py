@@ -133,7 +133,7 @@ def load_balancing_loss(
 
     Gradients flow through P only. Switch Transformer (arXiv:2101.03961, eq. 4-6), without its coefficient. With
     `layers="pooled"` and `load_per="token"`, over a batch, it is transformers' `load_balancing_loss_func`; with scope
-    "trajectory" and `load_per="assignment"` the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20).
+    "trajectory" and `load_per="assignment"` the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437).
 
     The loss is not linear in the batch, so the scope of the statistics decides what f and P are taken over:
 
@@ -181,7 +181,7 @@ def load_balancing_loss(
 
 
 def router_z_loss(statistics: RouterStatistics, *, layers: Layers = "pooled", step: RouterStep | None = None) -> Tensor:
-    """Mean over tokens of the squared log-sum-exp of the router's logits: ST-MoE (arXiv:2202.08906, eq. 5).
+    """Mean over tokens of the squared log-sum-exp of the router's logits: ST-MoE (arXiv:2202.08906).
 
     Args:
         statistics: of one microbatch.
@@ -234,7 +234,7 @@ def _over_units(loss_UY: Tensor, statistics: RouterStatistics, layers: Layers, s
 
 
 def loss_free_bias(bias_YE: Tensor, load_YE: Tensor, *, rate: float) -> Tensor:
-    """Next routing bias of loss-free balancing: b + rate sign(mean load - load) (arXiv:2408.15664, algorithm 1).
+    """Next routing bias of loss-free balancing: b + rate sign(mean load - load) (arXiv:2408.15664).
 
     Args:
         bias_YE: [Y, E], added to the router's scores where experts are chosen.
