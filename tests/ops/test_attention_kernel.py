@@ -10,10 +10,10 @@ from torch import Tensor
 
 from harts.layout import KeyGroup, PackedTree, pack
 from harts.ops import attention
-from harts.ops.attention import default_impl
+from harts.ops.attention import branches, default_impl
+from harts.ops.attention.branches import BackwardCall, backward_calls
 from harts.ops.attention.fa4 import has_fa4
 from harts.ops.attention.paths import attend_paths
-from harts.testing.linear import linear_causal_attention
 from harts.testing.trees import AWKWARD, tree_strategy
 from harts.tree import PrefixTree
 
@@ -22,28 +22,47 @@ AWKWARD_DEPTH = 600
 
 
 class PlainKernel:
-    """What a flash kernel computes, from the definition: the last queries of a path against all of it."""
+    """What a flash kernel computes, from the definition; its backward takes sums over all keys from the forward."""
 
     def forward(self, q, k, v, group: KeyGroup, scale: float) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            self.leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            outs = []
-            parts = (
-                self.leaves[0].split(list(group.query_lengths)),
-                *(x.split(list(group.key_lengths)) for x in self.leaves[1:]),
-            )
-            for q_path, k_path, v_path in zip(*parts, strict=True):
-                above = q_path.new_zeros(len(k_path) - len(q_path), *q_path.shape[1:])
-                out = linear_causal_attention(torch.cat([above, q_path]), k_path, v_path, scale=scale)
-                outs.append(out[len(above) :])
-            self.out = torch.cat(outs)
-        return self.out.detach(), q.new_zeros(q.shape[1], len(q))
+        outs, lses = [], []
+        for q_path, k_path, v_path in paths(q, k, v, group):
+            repeats = q.shape[1] // k.shape[1]
+            above = len(k_path) - len(q_path)
+            scores = torch.einsum("qhd,khd->hqk", q_path, k_path.repeat_interleave(repeats, 1)) * scale
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + above)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            outs.append(torch.einsum("hqk,khv->qhv", scores.softmax(-1), v_path.repeat_interleave(repeats, 1)))
+            lses.append(scores.logsumexp(-1))
+        return torch.cat(outs), torch.cat(lses, 1)
 
-    def backward(self, grad, q, k, v, out, lse, group: KeyGroup, scale: float, deterministic: bool):
-        again = PlainKernel()
-        again.forward(q, k, v, group, scale)
-        assert torch.equal(again.out, out)
-        return torch.autograd.grad(again.out, again.leaves, grad)
+    def backward(self, grad, q, k, v, out, lse, call: BackwardCall, scale: float, deterministic: bool):
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        repeats = q.shape[1] // k.shape[1]
+        parts = zip(
+            paths(q, k, v, call),
+            grad.split(list(call.query_lengths)),
+            out.split(list(call.query_lengths)),
+            lse.split(list(call.query_lengths), 1),
+            paths(*grads, call),
+            strict=True,
+        )
+        for (qs, ks, vs), do, o, row_lse, (dq, dk, dv) in parts:
+            ks, vs = ks.repeat_interleave(repeats, 1), vs.repeat_interleave(repeats, 1)
+            p = (torch.einsum("qhd,khd->hqk", qs, ks) * scale - row_lse.unsqueeze(-1)).exp()
+            if call.causal:
+                p = p.tril(len(ks) - len(qs))
+            ds = p * (torch.einsum("qhv,khv->hqk", do, vs) - (do * o).sum(-1).T.unsqueeze(-1)) * scale
+            dq += torch.einsum("hqk,khd->qhd", ds, ks)
+            dk += torch.einsum("hqk,qhd->khd", ds, qs).unflatten(1, (-1, repeats)).sum(2)
+            dv += torch.einsum("hqk,qhv->khv", p, do).unflatten(1, (-1, repeats)).sum(2)
+        return tuple(grads)
+
+
+def paths(q: Tensor, k: Tensor, v: Tensor, lengths: KeyGroup | BackwardCall):
+    """Views of the sequences of a call."""
+    queries, keys = list(lengths.query_lengths), list(lengths.key_lengths)
+    return zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
 
 
 def inputs_of(packed: PackedTree, size: int = 8, heads: int = 4) -> list[Tensor]:
@@ -52,6 +71,7 @@ def inputs_of(packed: PackedTree, size: int = 8, heads: int = 4) -> list[Tensor]
 
 
 def check_paths(packed: PackedTree) -> None:
+    """Outputs and gradients, by branches or by paths, whichever the layout takes."""
     assert_kernel_law(
         lambda *x: attend_paths(*x, packed, 0.3, PlainKernel(), False),
         lambda *x: attention(*x, packed, scale=0.3),
@@ -59,9 +79,12 @@ def check_paths(packed: PackedTree) -> None:
     )
 
 
+@pytest.mark.parametrize("few_keys", [0.0, 1e9])
 @pytest.mark.parametrize("key_cap", [1, 300, 100_000])
 @pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
-def test_groups_of_paths(shape: str, key_cap: int) -> None:
+def test_groups_and_backward_calls(shape: str, key_cap: int, few_keys: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "FEW_KEYS", few_keys)
+    monkeypatch.setattr(branches, "KEY_CAP", key_cap)
     packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
     assert (len(packed.key_groups) == 1) == (key_cap == 100_000 or shape in ("duplicates", "prefix of another"))
     check_paths(packed)
@@ -85,6 +108,30 @@ def test_law_fails_when_a_chain_sees_another_path() -> None:
             lambda *x: attention(*x, packed, scale=0.3),
             inputs_of(packed),
         )
+
+
+@pytest.mark.parametrize("few_keys", [0.0, 1e9])
+@pytest.mark.parametrize("key_cap", [1, 40, 100_000])
+@pytest.mark.parametrize("shape", AWKWARD)
+def test_backward_calls_cover_every_visible_pair_once(
+    shape: str, key_cap: int, few_keys: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branches, "FEW_KEYS", few_keys)
+    monkeypatch.setattr(branches, "KEY_CAP", key_cap)
+    packed = pack(PrefixTree.build(AWKWARD[shape]))
+    calls = backward_calls(packed)
+    pairs = 0
+    for call in calls:
+        lengths = list(zip(call.query_lengths, call.key_lengths, strict=True))
+        pairs += sum(q * k - (q * (q - 1) // 2 if call.causal else 0) for q, k in lengths)
+        assert len(call.key_lengths) == 1 or call.causal or sum(call.key_lengths) <= key_cap
+    assert pairs == int((packed.position_T + 1).sum())
+    rows = torch.arange(packed.num_rows)
+    for call in calls:
+        assert len(rows[call.queries].unique()) == sum(call.query_lengths)  # no query twice in a call
+    if few_keys == 0:
+        assert torch.equal(rows[calls[0].queries], rows)
+        assert calls[0].keys == calls[0].queries
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

@@ -8,6 +8,7 @@ whose log-probs are off gets no time.
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import math
 import subprocess
@@ -279,7 +280,12 @@ def _check(scores_N: Tensor, baseline_N: Tensor | None, tree: PrefixTree, tolera
     mask_N = torch.cat([torch.from_numpy(each.loss_mask.copy()) for each in tree.trajectories])
     if not torch.isfinite(scores_N).all():
         return {"check": "failed", "logprob_max_abs": math.inf}
-    found: dict[str, Any] = {"check": "none", "logprob_mean": round(float(scores_N[mask_N].mean()), 6)}
+    found: dict[str, Any] = {
+        "check": "none",
+        "logprob_mean": round(float(scores_N[mask_N].mean()), 6),
+        # equal where every log-prob has the same bits, so that runs of different processes can be compared
+        "logprob_digest": hashlib.sha256(scores_N[mask_N].float().numpy().tobytes()).hexdigest()[:16],
+    }
     if baseline_N is None:
         return found
     difference_N = (scores_N - baseline_N)[mask_N].abs()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from harts.layout import KeyGroup
+from harts.ops.attention.branches import BackwardCall
 
 __all__ = ["FlashAttention4", "has_fa4"]
 
@@ -72,7 +73,7 @@ class FlashAttention4:
         v_KGV: Tensor,
         out_QHV: Tensor,
         lse_HQ: Tensor,
-        group: KeyGroup,
+        call: BackwardCall,
         scale: float,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,17 +86,17 @@ class FlashAttention4:
             grad_QHV.contiguous(),
             lse_HQ,
             softmax_scale=scale,
-            causal=True,
+            causal=call.causal,
             deterministic=deterministic,
-            **_lengths(group),
+            **_lengths(call),
         )
         return grad_q, grad_k, grad_v
 
 
-def _lengths(group: KeyGroup) -> dict[str, Any]:
+def _lengths(call: KeyGroup | BackwardCall) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": group.cu_queries_C1,
-        "cu_seqlens_k": group.cu_keys_C1,
-        "max_seqlen_q": max(group.query_lengths),
-        "max_seqlen_k": max(group.key_lengths),
+        "cu_seqlens_q": call.cu_queries_C1,
+        "cu_seqlens_k": call.cu_keys_C1,
+        "max_seqlen_q": max(call.query_lengths),
+        "max_seqlen_k": max(call.key_lengths),
     }

@@ -1,10 +1,13 @@
-"""Tree attention by a varlen flash kernel: queries are a chain's own rows, keys and values its path, gathered.
+"""Tree attention by a varlen flash kernel.
 
-Chains run group by group (`KeyGroup`), so that never more than a group's keys and values exist, in the backward
-neither: they are gathered again there, and their gradients are added per row in a fixed order, in fp32 where there are
-several groups. Groups of root chains need no gather.
+Forward: queries are a chain's own rows, keys and values its path, gathered, so that a row meets the same keys in the
+same tiles as in a batch of separate rows and has the same bits. Chains run group by group (`KeyGroup`), so that never
+more than a group's keys and values exist. Groups of root chains need no gather.
 
-Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K gathered keys, Q rows of a group.
+Backward: a row's gradient is a sum over what it sees, so it may be cut differently (`branches`): keys shared by many
+chains are read once for all queries below them. Calls and rows add up in a fixed order, in fp32.
+
+Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K keys of a call, Q its queries.
 """
 
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harts.layout import KeyGroup, PackedTree
+from harts.ops.attention.branches import BackwardCall, Rows, backward_calls
 from harts.ops.rows import group_rows, segment_sum
 
 __all__ = ["VarlenKernel", "attend_paths"]
@@ -37,11 +41,11 @@ class VarlenKernel(Protocol):
         v_KGV: Tensor,
         out_QHV: Tensor,
         lse_HQ: Tensor,
-        group: KeyGroup,
+        call: BackwardCall,
         scale: float,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Gradients of q, k and v that pass through these keys; outputs and log-sum-exps are those over all keys."""
         ...
 
 
@@ -89,27 +93,24 @@ class _AttendPaths(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGV, out_THV, *lses = ctx.saved_tensors
-        packed: PackedTree = ctx.packed
-        grads_q, total_k, total_v = [], _RowSum(k_TGD, packed), _RowSum(v_TGV, packed)
-        for (group, rows), lse_HQ in zip(_groups(packed), lses, strict=True):
-            k_KGD, v_KGV = _keys(k_TGD, group), _keys(v_TGV, group)
-            grad_q, grad_k, grad_v = ctx.kernel.backward(
-                grad_THV[rows],
-                q_THD[rows],
-                k_KGD,
-                v_KGV,
-                out_THV[rows],
-                lse_HQ,
-                group,
+        lse_HT = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
+        calls = backward_calls(ctx.packed)
+        totals = [_RowSum(x, len(calls)) for x in (q_THD, k_TGD, v_TGV)]
+        for call in calls:
+            grads = ctx.kernel.backward(
+                _take(grad_THV, call.queries),
+                _take(q_THD, call.queries),
+                _take(k_TGD, call.keys),
+                _take(v_TGV, call.keys),
+                _take(out_THV, call.queries),
+                _take(lse_HT, call.queries, dim=1).contiguous(),
+                call,
                 ctx.scale,
                 ctx.deterministic,
             )
-            del k_KGD, v_KGV
-            grads_q.append(grad_q)
-            total_k.add(grad_k, group)
-            total_v.add(grad_v, group)
-        grad_q_THD = grads_q[0] if len(grads_q) == 1 else torch.cat(grads_q)
-        return grad_q_THD, total_k.result(), total_v.result(), None, None, None, None
+            for total, grad, rows in zip(totals, grads, (call.queries, call.keys, call.keys), strict=True):
+                total.add(grad, rows)
+        return *(total.result() for total in totals), None, None, None, None
 
 
 def _groups(packed: PackedTree) -> Iterator[tuple[KeyGroup, slice]]:
@@ -123,26 +124,32 @@ def _keys(x_TGD: Tensor, group: KeyGroup) -> Tensor:
     return x_TGD.index_select(0, group.key_row_K)
 
 
+def _take(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
+    if isinstance(rows, Tensor):
+        return x.index_select(dim, rows)
+    return x.narrow(dim, rows.start, rows.stop - rows.start)
+
+
 class _RowSum:
-    """Gradients of keys or values, group after group."""
+    """Gradients of rows, call after call, in fp32 (fp64 for fp64) where there are several calls."""
 
-    def __init__(self, x_TGD: Tensor, packed: PackedTree) -> None:
-        self.rows, self.dtype = len(x_TGD), x_TGD.dtype
-        self.only_one = len(packed.key_groups) == 1
-        sum_dtype = torch.promote_types(x_TGD.dtype, torch.float32)
-        shape = (0,) if self.only_one else x_TGD.shape
-        self.total = torch.zeros(shape, dtype=sum_dtype, device=x_TGD.device)
+    def __init__(self, x_TX: Tensor, num_calls: int) -> None:
+        self.rows, self.dtype = len(x_TX), x_TX.dtype
+        self.total: Tensor | None = None
+        if num_calls > 1:
+            sum_dtype = torch.promote_types(x_TX.dtype, torch.float32)
+            self.total = torch.zeros(x_TX.shape, dtype=sum_dtype, device=x_TX.device)
 
-    def add(self, grad_KGD: Tensor, group: KeyGroup) -> None:
-        """Adds the gradients of a group's gathered rows."""
-        index_K = group.key_row_K
-        if self.only_one:
-            self.total = grad_KGD if index_K is None else segment_sum(grad_KGD, group_rows(index_K, self.rows))
-        elif index_K is None:
-            self.total[group.row_start : group.row_stop] += grad_KGD
+    def add(self, grad_KX: Tensor, rows: Rows) -> None:
+        """Adds the gradients of some rows; a single call has all rows."""
+        if self.total is None:
+            self.total = segment_sum(grad_KX, group_rows(rows, self.rows)) if isinstance(rows, Tensor) else grad_KX
+        elif isinstance(rows, Tensor):
+            segment_sum(grad_KX, group_rows(rows, len(self.total)), out=self.total)
         else:
-            segment_sum(grad_KGD, group_rows(index_K, self.rows), out=self.total)
+            self.total[rows] += grad_KX
 
     def result(self) -> Tensor:
-        """The sums, in the dtype of keys and values."""
+        """The sums, in the dtype of the rows."""
+        assert self.total is not None, "a layout has at least one call"
         return self.total.to(self.dtype)

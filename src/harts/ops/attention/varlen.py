@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harts.layout import KeyGroup
+from harts.ops.attention.branches import BackwardCall
 
 __all__ = ["TorchVarlen"]
 
@@ -71,7 +72,7 @@ class TorchVarlen:
         v_KGV: Tensor,
         out_QHV: Tensor,
         lse_HQ: Tensor,
-        group: KeyGroup,
+        call: BackwardCall,
         scale: float,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,12 +86,12 @@ class TorchVarlen:
                 v_KGV,
                 out_QHV,
                 lse_HQ,
-                group.cu_queries_C1,
-                group.cu_keys_C1,
-                max(group.query_lengths),
-                max(group.key_lengths),
+                call.cu_queries_C1,
+                call.cu_keys_C1,
+                max(call.query_lengths),
+                max(call.key_lengths),
                 0.0,
-                True,
+                call.causal,
                 rng_state,
                 torch.empty(0, device=q_QHD.device),
                 scale=scale,

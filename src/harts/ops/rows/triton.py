@@ -61,6 +61,7 @@ def _segment_sum(
     stop = tl.load(offset_ptr + row + 1, mask=row < rows, other=0)
     place = row[:, None] * size + column[None, :]
     if ADD:
+        inside = inside & (start < stop)[:, None]  # the others stay as they are
         total = tl.load(total_ptr + place, mask=inside, other=0.0).to(SUM)
     else:
         total = tl.zeros([BLOCK_T, BLOCK_X], SUM)
