@@ -109,3 +109,17 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="R even and at most 4"):
         fused.rotary(x[:, None], draw(3, 6, seed=1), draw(3, 6, seed=1), impl="triton")
     assert fused.rms_norm(x[:0], weight, eps=EPS, impl="triton").shape == (0, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_rows_behind_the_first_2_to_31_elements() -> None:
+    rows = 2**31 // 1024 + 5
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
+    for op in (
+        lambda x: fused.swiglu(x, x, impl="triton"),
+        lambda x: fused.rms_norm(x, weight, eps=EPS, impl="triton"),
+        lambda x: fused.sigmoid_gate(x, x, impl="triton"),
+    ):
+        assert torch.equal(op(x)[-5:], op(x[-5:]))
