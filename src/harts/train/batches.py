@@ -61,4 +61,6 @@ def data_hash(trajectories: Sequence[Trajectory]) -> str:
             trajectory.merge_keys,
         ):
             digest.update(b"-" if array is None else array.tobytes())
+        if trajectory.routes is not None:
+            digest.update(trajectory.routes.tobytes())
     return digest.hexdigest()
