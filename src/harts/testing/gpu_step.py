@@ -31,7 +31,7 @@ from harts.models.attach import find_backbone
 from harts.models.fuse import fuse, unfuse
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
-from harts.testing.measure import ARMS, prepare, run_step
+from harts.testing.measure import ARMS, Batch, prepare, run_step
 from harts.testing.shapes import build_model
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
@@ -130,22 +130,7 @@ def time_arm(
         start = _now(device)
         scores_N = run(None)
         seconds.append(_now(device) - start)
-    record: dict[str, Any] = {
-        "arm": arm,
-        "recompute": setting.recompute,
-        "fused": setting.fused and arm != "plain",
-        "kernels": "transformers" if arm == "plain" else dataclasses.asdict(setting.kernels),
-        "token_budget": setting.token_budget,
-        "trajectories": len(trajectories),
-        "tokens": batch.tree.num_tokens,
-        "rows": batch.tree.num_rows,
-        "head_rows": count(batch.tree).trained_rows,
-        "microbatches": len(trajectories) if arm == "plain" else len(batch.packed),
-        "replayed_rows": 0 if arm == "plain" else batch.plan.replayed_rows,
-        "recomputed_rows": 0 if arm == "plain" else batch.plan.recomputed_rows,
-        "tree_plan_layout_s": round(batch.tree_s + batch.plan_s + batch.layout_s, 4),
-        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None,
-    }
+    record = _describe(arm, trajectories, setting, batch, device)
     record |= _check(scores_N, baseline_N, batch.tree, ALIKE if arm == "plain" else SAME)
     if record["check"] == "failed":
         return record, scores_N
@@ -237,6 +222,28 @@ def _gradients(
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
+
+
+def _describe(
+    arm: StepArm, trajectories: Sequence[Trajectory], setting: Setting, batch: Batch, device: torch.device
+) -> dict[str, Any]:
+    """What ran, and how much memory it took."""
+    return {
+        "arm": arm,
+        "recompute": setting.recompute,
+        "fused": setting.fused and arm != "plain",
+        "kernels": "transformers" if arm == "plain" else dataclasses.asdict(setting.kernels),
+        "token_budget": setting.token_budget,
+        "trajectories": len(trajectories),
+        "tokens": batch.tree.num_tokens,
+        "rows": batch.tree.num_rows,
+        "head_rows": count(batch.tree).trained_rows,
+        "microbatches": len(trajectories) if arm == "plain" else len(batch.packed),
+        "replayed_rows": 0 if arm == "plain" else batch.plan.replayed_rows,
+        "recomputed_rows": 0 if arm == "plain" else batch.plan.recomputed_rows,
+        "tree_plan_layout_s": round(batch.tree_s + batch.plan_s + batch.layout_s, 4),
+        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None,
+    }
 
 
 def _set_up(model: nn.Module, arm: StepArm, setting: Setting) -> None:
