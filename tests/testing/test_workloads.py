@@ -1,5 +1,6 @@
 """The workloads: their sizes, their shape under scaling, and what they refuse."""
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -133,6 +134,26 @@ def test_shrink_keeps_shape_masks_and_fields(name: str) -> None:
         assert before.advantages is not None
         assert after.advantages[0] == before.advantages[0]
     assert _same(shrink(trajectories, 1.0), trajectories)
+
+
+def test_shrink_cuts_every_field_with_a_value_per_token() -> None:
+    names = {field.name for field in dataclasses.fields(Trajectory)}
+    per_token = {"token_ids", "loss_mask", "logprobs", "ref_logprobs", "advantages", "merge_keys", "routes"}
+    assert names - per_token == {"group", "id", "reward", "temperature", "meta"}  # a new field belongs to one of them
+    length = 40
+    full = Trajectory(
+        token_ids=np.arange(length),
+        loss_mask=np.arange(length) >= 20,
+        logprobs=-np.arange(length) / 8,
+        ref_logprobs=-np.arange(length) / 4,
+        advantages=np.arange(length) / 2,
+        merge_keys=np.arange(length) * 3,
+        routes=np.stack([np.arange(length), np.arange(length) + 1], -1)[:, None],
+    )
+    (short,) = shrink([full], 0.25)
+    kept = [*range(5), *range(20, 25)]
+    for name in per_token:
+        assert np.array_equal(getattr(short, name), getattr(full, name)[kept]), name
 
 
 def test_remap_keeps_the_tree() -> None:

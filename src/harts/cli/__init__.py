@@ -26,7 +26,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "show": "Draw the prefix tree of a data set.",
         "plan": "Cut a data set into microbatches and place them on replicas.",
         "check": "Compare a model on a tree with separate rows.",
-        "explain": "Find out where trajectories part that could share more.",
         "calibrate": "Time a model and write its cost model.",
         "train": "Train a model.",
         "bench": "Time a tree against packed separate rows.",

@@ -19,7 +19,7 @@ from harts.tree import PrefixTree
 __all__ = ["read_real", "remap_vocabulary", "shrink"]
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
-_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "ref_logprobs", "advantages", "merge_keys")
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "ref_logprobs", "advantages", "merge_keys", "routes")
 
 
 def read_real(
