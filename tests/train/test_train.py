@@ -22,6 +22,7 @@ from harts.testing.fp64 import all_fp64
 from harts.testing.trees import random_trajectories
 from harts.train import Interrupted, TrainConfig, Trainer
 from harts.train.checkpoint import latest_checkpoint
+from harts.train.parallel import Replicas
 from harts.train.step import accumulate, plan_step, score, update
 from harts.trajectory import Trajectory
 
@@ -68,13 +69,35 @@ def test_any_plan_gives_the_same_gradients(name: str) -> None:
             assert float((grads[key] - expected).norm()) <= 1e-8 * float(expected.norm()), key
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_replicas_without_work_run_a_dummy_and_add_nothing(name: str) -> None:
+    trajectories, loss = rollouts()[:2], make_loss(LOSSES[name])
+    with all_fp64():
+        model = harts.attach(tiny_model("tiny-qwen3.5", dtype=torch.float64))
+        alone = plan_step(trajectories, token_budget=10_000)
+        expected = accumulate(model, alone, loss, old=score(model, alone))
+        expected_grads = gradients(model)
+        totals, grads, empty = [], [], 0
+        for rank in range(4):
+            step = plan_step(trajectories, token_budget=10_000, replicas=Replicas(rank, 4))
+            empty += sum(not microbatch.indices for microbatch in step.microbatches)
+            totals.append(accumulate(model, step, loss, old=score(model, step)))
+            grads.append(gradients(model))
+    assert empty >= 2
+    total = totals[0] + totals[1] + totals[2] + totals[3]
+    assert total.values() == pytest.approx(expected.values(), rel=1e-9, abs=1e-12)
+    for key, grad in expected_grads.items():
+        summed = torch.stack([part[key] for part in grads]).sum(0)
+        assert float((summed - grad).norm()) <= 1e-8 * float(grad.norm()), key
+
+
 def test_update_refuses_a_gradient_that_is_not_finite() -> None:
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     model.weight.grad = torch.full_like(model.weight, torch.nan)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="expected a finite number, came nan"):
-        update(optimizer, harts.train.step.Replicas(), learning_rate=0.1, max_grad_norm=1.0)
+        update(optimizer, Replicas(), learning_rate=0.1, max_grad_norm=1.0)
     assert torch.equal(model.weight, before)
 
 

@@ -24,6 +24,8 @@ def train(
     data: Annotated[Path | None, typer.Option(help="Trajectories, instead of the file's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of the file's.")] = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Rows of a microbatch at most.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan of harts plan -o to follow in every step.")] = None,
+    cost_model: Annotated[Path | None, typer.Option(help="Cost model of harts calibrate to plan with.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     look: Annotated[bool, typer.Option("--look/--no-look", help="Measure speed-up and agreement first.")] = True,
     as_json: options.Json = False,
@@ -32,10 +34,10 @@ def train(
 
     Interrupt it at any time: the step in hand is finished, a checkpoint written, and --resume goes on exactly there.
     """
-    changes = {"data": data, "steps": steps, "token_budget": token_budget, "device": device}
-    settings = TrainConfig.load(
-        config, {name: str(value) if name == "data" else value for name, value in changes.items() if value is not None}
-    )
+    paths = {"data": data, "plan": plan, "cost_model": cost_model}
+    numbers = {"steps": steps, "token_budget": token_budget, "device": device}
+    changes = {**{name: None if path is None else str(path) for name, path in paths.items()}, **numbers}
+    settings = TrainConfig.load(config, {name: value for name, value in changes.items() if value is not None})
     console = Console(stderr=True, soft_wrap=True)
     trainer = Trainer(settings, out, resume=resume, log=lambda line: console.print(line, highlight=False))
     try:

@@ -27,11 +27,21 @@ class Microbatch:
 
     Attributes:
         indices: its trajectories within the step; empty where this replica has nothing left to do.
-        packed: their rows; a dummy row where empty, so that every replica runs something in every slot.
+        trajectories: those, or a dummy without a trained token, so that every replica runs something in every slot.
+        packed: their rows.
     """
 
     indices: tuple[int, ...]
+    trajectories: Sequence[Trajectory]
     packed: PackedTree
+
+    def pick(self, values: dict[int, Tensor] | None) -> Tensor | None:
+        """[N]: values by index within the step, of this microbatch's trajectories; zeros for the dummy."""
+        if values is None:
+            return None
+        if not self.indices:
+            return torch.zeros(self.packed.num_tokens, device=self.packed.device)
+        return torch.cat([values[index] for index in self.indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +98,19 @@ def plan_step(
         indices = slot[replicas.rank].trajectories
         chosen = [trajectories[index] for index in indices] or [_DUMMY]
         packed = pack(PrefixTree.build(chosen, share=share), device=device)
-        microbatches.append(Microbatch(indices, packed))
+        microbatches.append(Microbatch(indices, chosen, packed))
     return StepPlan(trajectories, tree, plan, microbatches, time.perf_counter() - start)
 
 
-_DUMMY = Trajectory(token_ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_), id="dummy row")
+_DUMMY = Trajectory(
+    token_ids=np.zeros(1, np.int32),
+    loss_mask=np.zeros(1, np.bool_),
+    id="dummy row",
+    group="dummy row",
+    logprobs=np.zeros(1),
+    ref_logprobs=np.zeros(1),
+    advantages=np.zeros(1),
+)
 
 
 @torch.no_grad()
@@ -129,26 +147,20 @@ def accumulate(
     denominators = StepDenominators.from_trajectories(step.trajectories)
     total: LossMetrics | None = None
     for microbatch in step.microbatches:
-        packed, indices = microbatch.packed, microbatch.indices
-        if not indices:
-            # lock step: the same collectives run in the backward as on the replicas that have work
-            (logprobs(model, packed, kernels=kernels).sum() * 0).backward()  # type: ignore[no-untyped-call]
-            continue
-        values, entropy = _score_with_entropy(model, packed, loss.requires, kernels)
+        values, entropy = _score_with_entropy(model, microbatch.packed, loss.requires, kernels)
         inputs = LossInputs.from_trajectories(
-            [step.trajectories[index] for index in indices],
+            microbatch.trajectories,
             values,
-            sequences=indices,
+            sequences=microbatch.indices or (0,),
             entropy=entropy,
-            old_logprobs=None if old is None else torch.cat([old[index] for index in indices]),
-            ref_logprobs=None if reference is None else torch.cat([reference[index] for index in indices]),
+            old_logprobs=microbatch.pick(old),
+            ref_logprobs=microbatch.pick(reference),
             requires=loss.requires,
         )
         output = loss(inputs, denominators)
         output.loss.backward()  # type: ignore[no-untyped-call]
         total = output.metrics if total is None else total + output.metrics
-    if total is None:
-        raise ValueError("plan: this replica has no microbatch in any slot; use fewer replicas or larger steps")
+    assert total is not None, "a plan has a slot"
     return total
 
 
