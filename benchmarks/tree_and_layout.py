@@ -8,7 +8,6 @@ layout  100,000 rows in 1,000 segments; a long session               goal 0.1 s 
 """
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from harts.layout import pack
 from harts.testing.trees import caterpillar
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
+from record import provenance
 
 Tokens = NDArray[np.int64]
 RUNS = 7
@@ -82,7 +82,7 @@ def cases() -> Iterator[dict[str, object]]:
 
 def main() -> None:
     for case in cases():
-        print(json.dumps({**case, "python": platform.python_version(), "numpy": np.__version__}), flush=True)
+        print(json.dumps({"benchmark": "tree_and_layout", **case, **provenance()}), flush=True)
 
 
 if __name__ == "__main__":
