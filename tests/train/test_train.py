@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 import harts
 from harts.losses import LossConfig, make_loss
-from harts.models import tiny_model
+from harts.models import RouterConfig, recompute_activations, tiny_model
 from harts.testing.fp64 import all_fp64
 from harts.testing.trees import random_trajectories
 from harts.train import Interrupted, TrainConfig, Trainer
 from harts.train.checkpoint import latest_checkpoint
 from harts.train.parallel import Replicas
-from harts.train.step import accumulate, plan_step, score, update
+from harts.train.step import accumulate, count_routes, plan_step, score, update
 from harts.trajectory import Trajectory
 
 LOSSES = {
@@ -59,7 +59,7 @@ def test_any_plan_gives_the_same_gradients(name: str) -> None:
         for budget, share in ((100_000, "tree"), (260, "tree"), (200, "tree"), (300, "none")):
             step = plan_step(trajectories, token_budget=budget, share=share)
             old = score(model, step)
-            metrics = accumulate(model, step, loss, old=old)
+            metrics = accumulate(model, step, loss, old=old).metrics
             results.append((len(step.microbatches), metrics.values()["loss"], gradients(model)))
     assert results[0][0] == 1
     assert all(count > 1 for count, *_ in results[1:])
@@ -75,13 +75,13 @@ def test_replicas_without_work_run_a_dummy_and_add_nothing(name: str) -> None:
     with all_fp64():
         model = harts.attach(tiny_model("tiny-qwen3.5", dtype=torch.float64))
         alone = plan_step(trajectories, token_budget=10_000)
-        expected = accumulate(model, alone, loss, old=score(model, alone))
+        expected = accumulate(model, alone, loss, old=score(model, alone)).metrics
         expected_grads = gradients(model)
         totals, grads, empty = [], [], 0
         for rank in range(4):
             step = plan_step(trajectories, token_budget=10_000, replicas=Replicas(rank, 4))
             empty += sum(not microbatch.indices for microbatch in step.microbatches)
-            totals.append(accumulate(model, step, loss, old=score(model, step)))
+            totals.append(accumulate(model, step, loss, old=score(model, step)).metrics)
             grads.append(gradients(model))
     assert empty >= 2
     total = totals[0] + totals[1] + totals[2] + totals[3]
@@ -89,6 +89,47 @@ def test_replicas_without_work_run_a_dummy_and_add_nothing(name: str) -> None:
     for key, grad in expected_grads.items():
         summed = torch.stack([part[key] for part in grads]).sum(0)
         assert float((summed - grad).norm()) <= 1e-8 * float(grad.norm()), key
+
+
+@pytest.mark.parametrize("scope", ["trajectory", "step"])
+def test_any_plan_gives_the_same_router_losses_and_gradients(scope: Any) -> None:
+    trajectories, loss = rollouts(), make_loss(LOSSES["supervised"])
+    router = RouterConfig(scope=scope, balance_coefficient=0.5, z_coefficient=0.1)
+    with all_fp64():
+        model = tiny_model("tiny-qwen3.5-moe", dtype=torch.float64, experts_implementation="eager")
+        recompute_activations(harts.attach(model))
+        results = []
+        for budget, size in ((100_000, 1), (260, 1), (100_000, 4)):
+            total, grads, load = 0.0, [], 0
+            for rank in range(size):  # of several replicas, one after the other; loads of all would be all-reduced
+                replicas = Replicas(rank, size)
+                step = plan_step(trajectories, token_budget=budget, replicas=replicas)
+                counts = results[0][3] if size > 1 else count_routes(model, step, router, replicas)
+                done = accumulate(model, step, loss, router=router, router_step=counts)
+                assert done.router_counts is not None
+                total, load = total + done.router_loss, load + done.router_counts.load_YE
+                grads.append(gradients(model))
+            summed = {name: torch.stack([part[name] for part in grads]).sum(0) for name in grads[0]}
+            results.append((total, load, summed, counts))
+    for total, load, grads_of, _ in results[1:]:
+        assert total == pytest.approx(results[0][0], rel=1e-10)
+        assert torch.equal(load, results[0][1])
+        for key, expected in results[0][2].items():
+            assert float((grads_of[key] - expected).norm()) <= 1e-8 * float(expected.norm()), key
+
+
+def test_a_mixture_of_experts_trains_with_its_routers_asked(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    router = RouterConfig(scope="step", balance_coefficient=0.01)
+    settings = config(data, model="tiny-qwen3.5-moe", router=router, steps=3, dtype="float32")
+    records = run(Trainer(settings, tmp_path / "run"))
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[0]["router_loss"] > 0
+    assert records[0]["router_max_violation"] > 0
+    toml = tmp_path / "run.toml"
+    toml.write_text("data = 'data.jsonl'\n[router]\nbalance_coefficient = 0.1\n")
+    with pytest.raises(ValueError, match=r"\[router\]: field scope is missing"):
+        TrainConfig.load(toml)
 
 
 def test_update_refuses_a_gradient_that_is_not_finite() -> None:

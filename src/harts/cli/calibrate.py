@@ -32,7 +32,7 @@ def calibrate(
     loaded = attach(load_model(model, dtype=to_dtype(dtype), device=device))
     if recompute:
         recompute_activations(loaded)
-    kernels = Kernels.fastest() if device.startswith("cuda") else Kernels()
+    kernels = Kernels.for_device(device)
     with output.watch("calibrating") as tell:
         found = measure(loaded, max_rows=max_rows, kernels=kernels, log=tell)
     found.cost_model.save(out)

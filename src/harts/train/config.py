@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from harts.formats.chat import Reasoning, Rows
 from harts.formats.reading import Format
 from harts.losses import LossConfig
+from harts.models import RouterConfig
 from harts.tree import Share
 
 __all__ = ["TrainConfig"]
@@ -32,6 +33,7 @@ class TrainConfig:
             vocabulary made of the token ids that occur in the data).
         dtype: of the parameters and the computation.
         loss: see `LossConfig`.
+        router: what to ask of the routers of a mixture-of-experts model, see `harts.models.RouterConfig`; or None.
         advantages: "given" takes those of the trajectories, "group" computes them from the rewards of each group
             (GRPO). Ignored by the supervised loss.
         groups_per_step: groups whose trajectories make one optimiser step.
@@ -59,6 +61,7 @@ class TrainConfig:
     model: str = "tiny-qwen3.5"
     dtype: Dtype = "float32"
     loss: LossConfig = field(default_factory=LossConfig)
+    router: RouterConfig | None = None
     advantages: Advantages = "group"
     groups_per_step: int = 2
     steps: int = 100
@@ -93,7 +96,7 @@ class TrainConfig:
         """Reads a TOML file; relative paths in it are taken relative to the file.
 
         Args:
-            path: the file. Its `[loss]` table holds the fields of `LossConfig`.
+            path: the file. Its `[loss]` table holds the fields of `LossConfig`, `[router]` those of `RouterConfig`.
             changes: fields that override the file's.
 
         Raises:
@@ -119,10 +122,13 @@ class TrainConfig:
         _check_names(values, cls, where)
         if "data" not in values:
             raise ValueError(f"{where}: field data is missing; name the file with the trajectories")
-        loss = values.get("loss", {})
-        if isinstance(loss, Mapping):
-            _check_names(loss, LossConfig, f"{where}, [loss]")
-            values["loss"] = LossConfig(**loss)
+        for name, kind in (("loss", LossConfig), ("router", RouterConfig)):
+            table = values.get(name)
+            if isinstance(table, Mapping):
+                _check_names(table, kind, f"{where}, [{name}]")
+                if name == "router" and "scope" not in table:
+                    raise ValueError(f"{where}, [router]: field scope is missing; choose one, see docs/moe.md")
+                values[name] = kind(**table)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

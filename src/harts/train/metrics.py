@@ -29,6 +29,9 @@ class StepMetrics:
         seconds: of the whole step; plan_seconds: of building tree, plan and layouts; compute_seconds: of all forward
             and backward passes, which `predicted` stands for.
         rows_per_s: (unique + recomputed rows) / seconds.
+        kernels: implementations of the ops.
+        router_loss, router_max_violation: of a mixture-of-experts model whose routers are asked: balancing loss and
+            z-loss times their coefficients, and the largest expert load over the mean load, less 1, mean over layers.
         loss: parts of the loss and its statistics; see `harts.losses.LossMetrics`.
     """
 
@@ -51,6 +54,9 @@ class StepMetrics:
     plan_seconds: float
     compute_seconds: float
     rows_per_s: float
+    kernels: dict[str, Any]
+    router_loss: float | None
+    router_max_violation: float | None
     loss: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:

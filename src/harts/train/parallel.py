@@ -65,6 +65,14 @@ class Replicas:
         if bucket:
             _sum(bucket)
 
+    def sum(self, value: float) -> float:
+        """The sum over the replicas; all replicas must call it."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(total)
+        return float(total.item())
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any replica; all replicas must call it."""
         if self.size == 1:

@@ -1,5 +1,6 @@
 """One optimiser step: tree, plan, microbatches forward and backward, update."""
 
+import dataclasses
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,15 @@ from torch import Tensor, nn
 from harts.cost import CostModel
 from harts.layout import PackedTree, pack
 from harts.losses import Loss, LossInputs, LossMetrics, StepDenominators
-from harts.models import logprobs
+from harts.models import RouterConfig, RouterOutput, logprobs
 from harts.ops.kernels import Kernels
+from harts.ops.moe import RouterStep
 from harts.plan import Plan, check_plan, make_plan
 from harts.train.parallel import Replicas
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
 
-__all__ = ["Microbatch", "StepPlan", "accumulate", "plan_step", "score", "update"]
+__all__ = ["Accumulated", "Microbatch", "StepPlan", "accumulate", "count_routes", "plan_step", "score", "update"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,10 @@ class Microbatch:
     indices: tuple[int, ...]
     trajectories: Sequence[Trajectory]
     packed: PackedTree
+
+    def counted(self, router: RouterConfig) -> RouterConfig:
+        """Settings under which the dummy counts nothing: it has no trained token."""
+        return router if self.indices else dataclasses.replace(router, tokens="trained")
 
     def pick(self, values: dict[int, Tensor] | None) -> Tensor | None:
         """[N]: values by index within the step, of this microbatch's trajectories; zeros for the dummy."""
@@ -123,6 +129,41 @@ def score(model: nn.Module, step: StepPlan, *, kernels: Kernels | None = None) -
     return scores
 
 
+def count_routes(
+    model: nn.Module, step: StepPlan, router: RouterConfig, replicas: Replicas, *, kernels: Kernels | None = None
+) -> RouterStep | None:
+    """What the routers' losses of the step's microbatches are divided by; scope "step" takes a pass without gradients.
+
+    Returns None in scope "microbatch", where each microbatch has a loss of its own.
+    """
+    if router.scope == "microbatch":
+        return None
+    if router.scope == "trajectory":
+        return RouterStep.from_trajectories(step.trajectories, tokens=router.tokens)
+    with torch.no_grad():
+        passes = [
+            logprobs(model, microbatch.packed, router=microbatch.counted(router), kernels=kernels)[1].statistics
+            for microbatch in step.microbatches
+        ]
+    counts = RouterStep.from_statistics(passes)
+    return counts.all_reduce() if replicas.size > 1 else counts
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """What the forward and backward of this replica's share of a step gave, beside gradients.
+
+    Attributes:
+        metrics: of the loss, summed over its microbatches.
+        router_loss: balancing loss and z-loss times their coefficients, summed; 0 without `router`.
+        router_counts: logical loads and tokens, summed; None without `router`.
+    """
+
+    metrics: LossMetrics
+    router_loss: float
+    router_counts: RouterStep | None
+
+
 def accumulate(
     model: nn.Module,
     step: StepPlan,
@@ -130,8 +171,10 @@ def accumulate(
     *,
     old: dict[int, Tensor] | None = None,
     reference: dict[int, Tensor] | None = None,
+    router: RouterConfig | None = None,
+    router_step: RouterStep | None = None,
     kernels: Kernels | None = None,
-) -> LossMetrics:
+) -> Accumulated:
     """Adds the gradients of this replica's share of the step to `.grad`.
 
     Args:
@@ -139,37 +182,63 @@ def accumulate(
         step: from `plan_step`.
         loss: its denominators are those of the whole step, so microbatches and replicas simply add up.
         old, reference: log-probs of this replica's trajectories from `score`; None takes the recorded ones.
+        router: what to ask of the routers of a mixture-of-experts model. In scope "microbatch" the step's loss has the
+            mean over its microbatches.
+        router_step: from `count_routes`.
         kernels: implementations of the ops.
-
-    Returns:
-        What the loss reports, summed over this replica's microbatches.
     """
     denominators = StepDenominators.from_trajectories(step.trajectories)
+    filled = sum(not part.is_empty for slot in step.plan.microbatches for part in slot)
     total: LossMetrics | None = None
+    router_loss, statistics = 0.0, []
     for microbatch in step.microbatches:
-        values, entropy = _score_with_entropy(model, microbatch.packed, loss.requires, kernels)
+        scores = _score(model, microbatch, loss.requires, router, kernels)
         inputs = LossInputs.from_trajectories(
             microbatch.trajectories,
-            values,
+            scores.logprobs_N,
             sequences=microbatch.indices or (0,),
-            entropy=entropy,
+            entropy=scores.entropy_N,
             old_logprobs=microbatch.pick(old),
             ref_logprobs=microbatch.pick(reference),
             requires=loss.requires,
         )
         output = loss(inputs, denominators)
-        output.loss.backward()  # type: ignore[no-untyped-call]
+        value = output.loss
+        if scores.router is not None:
+            aux = scores.router.aux_loss(router_step) / (filled if router_step is None else 1)
+            value = value + aux
+            router_loss += float(aux.detach())
+            statistics.append(scores.router.statistics)
+        value.backward()  # type: ignore[no-untyped-call]
         total = output.metrics if total is None else total + output.metrics
     assert total is not None, "a plan has a slot"
-    return total
+    return Accumulated(total, router_loss, RouterStep.from_statistics(statistics) if statistics else None)
 
 
-def _score_with_entropy(
-    model: nn.Module, packed: PackedTree, requires: Collection[str], kernels: Kernels | None
-) -> tuple[Tensor, Tensor | None]:
-    if "entropy" in requires:
-        return logprobs(model, packed, entropy=True, kernels=kernels)
-    return logprobs(model, packed, kernels=kernels), None
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+    router: RouterOutput | None
+
+
+def _score(
+    model: nn.Module,
+    microbatch: Microbatch,
+    requires: Collection[str],
+    router: RouterConfig | None,
+    kernels: Kernels | None,
+) -> _Scores:
+    packed, entropy = microbatch.packed, "entropy" in requires
+    if router is None:
+        if entropy:
+            return _Scores(*logprobs(model, packed, entropy=True, kernels=kernels), None)
+        return _Scores(logprobs(model, packed, kernels=kernels), None, None)
+    counted = microbatch.counted(router)
+    if entropy:
+        return _Scores(*logprobs(model, packed, entropy=True, router=counted, kernels=kernels))
+    values, routed = logprobs(model, packed, router=counted, kernels=kernels)
+    return _Scores(values, None, routed)
 
 
 def update(

@@ -20,6 +20,8 @@ from harts.formats import read
 from harts.losses import fill_advantages, make_loss
 from harts.models import PRESETS, attach, recompute_activations, tiny_model
 from harts.models.attach import find_backbone
+from harts.ops.kernels import Kernels
+from harts.ops.moe import RouterStep, max_violation
 from harts.plan import Plan, check_plan
 from harts.testing.workloads import remap_vocabulary
 from harts.train.batches import Batches, data_hash
@@ -33,7 +35,7 @@ from harts.train.checkpoint import (
 from harts.train.config import TrainConfig
 from harts.train.metrics import MetricsFile, StepMetrics
 from harts.train.parallel import Replicas
-from harts.train.step import StepPlan, accumulate, plan_step, score, update
+from harts.train.step import Accumulated, StepPlan, accumulate, count_routes, plan_step, score, update
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
@@ -75,6 +77,7 @@ class Trainer:
     ) -> None:
         self.config, self.out, self.log = config, Path(out), log
         self.replicas = Replicas.join(config.device)
+        self.kernels = Kernels.for_device(config.device)
         checkpoint = self._find_checkpoint(resume)
         self.loss = make_loss(config.loss)
         self.trajectories = self._read()
@@ -138,10 +141,9 @@ class Trainer:
         step = self.plan(self.step)
         old, reference = self._missing_scores(step)
         compute_start = time.perf_counter()
-        losses = accumulate(self.model, step, self.loss, old=old, reference=reference)
+        done = self._accumulate(step, old, reference)
+        losses = done.metrics.all_reduce() if self.replicas.size > 1 else done.metrics
         compute_seconds = time.perf_counter() - compute_start
-        if self.replicas.size > 1:
-            losses = losses.all_reduce()
         learning_rate = self.config.learning_rate_at(self.step)
         norm = update(
             self.optimizer, self.replicas, learning_rate=learning_rate, max_grad_norm=self.config.max_grad_norm
@@ -169,17 +171,45 @@ class Trainer:
             compute_seconds=compute_seconds,
             plan_seconds=step.seconds,
             rows_per_s=(step.tree.num_rows + plan.recomputed_rows) / seconds,
+            kernels=dataclasses.asdict(self.kernels),
+            router_loss=None if self.config.router is None else self.replicas.sum(done.router_loss),
+            router_max_violation=self._violation(done.router_counts),
             loss=losses.values(),
         )
+
+    def _accumulate(
+        self, step: StepPlan, old: dict[int, Tensor] | None, reference: dict[int, Tensor] | None
+    ) -> Accumulated:
+        router, kernels = self.config.router, self.kernels
+        counts = None
+        if router is not None:
+            counts = count_routes(self.model, step, router, self.replicas, kernels=kernels)
+        return accumulate(
+            self.model,
+            step,
+            self.loss,
+            old=old,
+            reference=reference,
+            router=router,
+            router_step=counts,
+            kernels=kernels,
+        )
+
+    def _violation(self, counts: RouterStep | None) -> float | None:
+        if counts is None or counts.load_YE is None:
+            return None
+        whole = counts.all_reduce() if self.replicas.size > 1 else counts
+        assert whole.load_YE is not None
+        return float(max_violation(whole.load_YE).mean())
 
     def _missing_scores(self, step: StepPlan) -> tuple[dict[int, Tensor] | None, dict[int, Tensor] | None]:
         """Passes without gradients for log-probs that the loss needs and the trajectories do not bring."""
         requires, old, reference = self.loss.requires, None, None
         recorded = all(trajectory.logprobs is not None for trajectory in step.trajectories)
         if "behaviour_logprobs" in requires or ("old_logprobs" in requires and not recorded):
-            old = score(self.model, step)
+            old = score(self.model, step, kernels=self.kernels)
         if self.reference is not None:
-            reference = score(self.reference, step)
+            reference = score(self.reference, step, kernels=self.kernels)
         return old, reference
 
     # -- start --------------------------------------------------------------------------------------------------
