@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers.utils import logging
 
 from harts.cli import options, output
 from harts.train import Interrupted, TrainConfig, Trainer
@@ -34,6 +35,8 @@ def train(
 
     Interrupt it at any time: the step in hand is finished, a checkpoint written, and --resume goes on exactly there.
     """
+    logging.set_verbosity_error()  # transformers warns of slow fall-backs that HARTS does not use
+    logging.disable_progress_bar()
     paths = {"data": data, "plan": plan, "cost_model": cost_model}
     numbers = {"steps": steps, "token_budget": token_budget, "device": device}
     changes = {**{name: None if path is None else str(path) for name, path in paths.items()}, **numbers}

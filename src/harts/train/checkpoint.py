@@ -18,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.utils.logging import disable_progress_bar
 
 __all__ = ["CheckpointInfo", "latest_checkpoint", "load_checkpoint", "read_info", "save_checkpoint"]
 
@@ -49,7 +48,6 @@ def save_checkpoint(
     partial = out / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    disable_progress_bar()  # transformers' own, for the one file it writes
     model.save_pretrained(partial)  # type: ignore[operator]
     save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
     content = {"step": info.step, "config": info.config, "data_hash": info.data_hash}
