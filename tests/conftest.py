@@ -1,9 +1,16 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests.
+
+Kernels run on a GPU where there is one, else in Triton's interpreter, which has to be chosen before they load.
+"""
 
 import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).parents[1]
 

@@ -57,7 +57,7 @@ def test_reading_and_planning_need_no_torch() -> None:
 
 def test_files_and_functions_stay_small() -> None:
     for path in sorted(ROOT.rglob("*.py")):
-        kernel = "triton" in path.read_text(encoding="utf-8")[:4000]
+        kernel = path.name == "triton.py" or "@triton.jit" in path.read_text(encoding="utf-8")
         text = path.read_text(encoding="utf-8")
         assert text.count("\n") <= (700 if kernel else 400), path
         for node in ast.walk(ast.parse(text)):

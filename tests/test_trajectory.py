@@ -100,3 +100,20 @@ def test_bad_values_name_trajectory_and_field(field: str, value: Any, message: s
 def test_names_are_strings(field: str) -> None:
     with pytest.raises(ValueError, match=f"field {field}: expected a string"):
         make(**{field: 7})
+
+
+def test_what_was_checked_does_not_change_with_the_callers_memory() -> None:
+    ids = np.array([1, 2, 3], np.int32)
+    keys = np.array([0, 1, 2])
+    trajectory = Trajectory(token_ids=ids, loss_mask=[0, 1, 1], merge_keys=keys)
+    ids[:] = -7
+    keys[:] = 9
+    assert trajectory.token_ids.tolist() == [1, 2, 3]
+    assert trajectory.merge_keys.tolist() == [0, 1, 2]
+
+
+def test_tensors_that_numpy_cannot_read_get_a_clear_error() -> None:
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"field logprobs: .* pass tensor\.detach\(\)\.float\(\)\.cpu\(\)"):
+            Trajectory(token_ids=[1, 2], loss_mask=[0, 1], logprobs=tensor)

@@ -3,7 +3,7 @@
 Shape suffixes: B trajectories, N tokens of all trajectories, T rows, C chains, E blocks, K gathered keys, U head rows
 (distinct pairs of a row and a temperature that reach the head), M targets (distinct trained pairs of a row and a
 temperature). A suffix 1 is one more entry, 64 a block. Index tensors are int64. A map into T rows uses T itself for
-"no row" (the ops append a row of zeros), a map into M targets uses M; -1 occurs only in `parent_T`.
+"no row" (the ops append a row of zeros), a map into M targets uses M.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ class PackedTree(_OnDevice):
 
     Attributes:
         tree, blocks: what was packed, host side (numpy).
-        token_ids_T, position_T, parent_T, multiplicity_T: int64 [T], in row order.
+        token_ids_T, position_T: int64 [T], in row order.
         ancestor_3T: int64 [3, T]: the rows 1, 2 and 3 above each row, T where there is none.
         linear: the block tree for linear attention.
         key_groups: chains and their keys for full attention.
@@ -100,8 +100,6 @@ class PackedTree(_OnDevice):
     blocks: BlockTree
     token_ids_T: Tensor
     position_T: Tensor
-    parent_T: Tensor
-    multiplicity_T: Tensor
     ancestor_3T: Tensor
     linear: LinearLayout
     key_groups: tuple[KeyGroup, ...]
@@ -179,8 +177,6 @@ def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str
         blocks=blocks,
         token_ids_T=_tensor(tree.token_ids_T[tree_row_T]),
         position_T=_tensor(tree.depth_T[tree_row_T]),
-        parent_T=_tensor(parent_T),
-        multiplicity_T=_tensor(tree.multiplicity_T[tree_row_T]),
         ancestor_3T=_tensor(_ancestors(parent_T)),
         linear=_linear_layout(blocks, row_E64),
         key_groups=tuple(_key_group(blocks, *group, rows) for group, rows in zip(groups, keys, strict=True)),

@@ -110,8 +110,8 @@ class Trajectory:
     # -- checks -------------------------------------------------------------------------------------------------
 
     def _set(self, name: str, value: Any) -> None:
-        if isinstance(value, np.ndarray):
-            value = value.view()
+        if isinstance(value, np.ndarray) and value.flags.writeable:
+            value = value.copy()  # what was checked must not change under us; a read-only array is taken as it is
             value.flags.writeable = False
         object.__setattr__(self, name, value)
 
@@ -121,8 +121,11 @@ class Trajectory:
     def _numeric(self, name: str, value: ArrayLike) -> NDArray[Any]:
         try:
             array = np.asarray(value)
-        except ValueError as error:  # ragged nesting
+        except ValueError as error:
             raise self._error(name, "numbers", "a ragged sequence", "pass one flat list") from error
+        except (TypeError, RuntimeError) as error:  # a torch tensor in bf16, on a GPU or with a graph
+            came = f"something numpy cannot read ({error})"
+            raise self._error(name, "numbers", came, "pass tensor.detach().float().cpu()") from error
         if array.dtype.kind not in "iufb":
             kind = f"values of type {array.dtype}"
             if array.dtype.kind == "O":

@@ -71,3 +71,17 @@ def test_bad_input_is_refused() -> None:
         fuse(attach(tiny_model("tiny-llama")))
     with pytest.raises(ValueError, match="expected one of 'reference', 'triton'"):
         fuse(attach(tiny_model("tiny-qwen3.5")), impl="cuda")
+
+
+def test_a_fused_model_runs_plain_batches_eagerly_and_detaches_whole() -> None:
+    model = tiny_model("tiny-qwen3.5")
+    model.set_attn_implementation("eager")
+    before = [type(module) for module in model.modules()]
+    ids = torch.arange(1, 30).unsqueeze(0)
+    expected = model(input_ids=ids).logits
+    fuse(attach(model), impl="reference")
+    assert torch.allclose(model(input_ids=ids).logits, expected, atol=1e-5)
+    detach(model)
+    assert [type(module) for module in model.modules()] == before
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    logprobs(attach(model), pack(PrefixTree.build(AWKWARD["star"])))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,6 +226,35 @@ def test_multimodal_checkpoints_run_their_text_model() -> None:
         assert torch.equal(ours, harts.logprobs(harts.attach(text), packed))
 
 
+def test_models_that_share_a_config_are_attached_one_by_one() -> None:
+    packed = harts.pack(PrefixTree.build(AWKWARD["star"]))
+    first = tiny_model(HYBRID)
+    second = type(first)(first.config).eval()
+    second.load_state_dict(first.state_dict())
+    expected = harts.logprobs(harts.attach(first), packed)
+    with pytest.raises(ValueError, match="not attached"):
+        harts.logprobs(second, packed)
+    assert torch.equal(harts.logprobs(harts.attach(second), packed), expected)
+    harts.detach(first)
+    second.set_attn_implementation("sdpa")  # what a user may do at any time
+    with pytest.raises(ValueError, match="not attached"):
+        harts.logprobs(second, packed)
+    assert torch.equal(harts.logprobs(harts.attach(second), packed), expected)
+
+
+def test_a_disabled_adapter_disables_its_copy_of_the_head_too() -> None:
+    peft = pytest.importorskip("peft")
+    packed = harts.pack(PrefixTree.build(AWKWARD["star"]))
+    model = harts.attach(tiny_model("tiny-qwen3"))
+    expected = harts.logprobs(model, packed)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    lora = peft.get_peft_model(model, config)
+    lora.base_model.model.lm_head.modules_to_save["default"].weight.data.add_(1)
+    assert not torch.allclose(harts.logprobs(lora, packed), expected)
+    with lora.disable_adapter():
+        assert torch.equal(harts.logprobs(lora, packed), expected)
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +283,38 @@ def test_active_dropout_is_refused() -> None:
     harts.logprobs(model, packed)
     with pytest.raises(ValueError, match=r"dropout is active in config\.attention_dropout"):
         harts.logprobs(model.train(), packed)
+
+
+def test_dropout_of_one_active_module_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.5)
+    lora = peft.get_peft_model(harts.attach(tiny_model("tiny-qwen3")), config).eval()
+    packed = harts.pack(PrefixTree.build(AWKWARD["path"]))
+    harts.logprobs(lora, packed)
+    lora.base_model.train()
+    with pytest.raises(ValueError, match=r"dropout is active in .*lora_dropout"):
+        harts.logprobs(lora, packed)
+
+
+def test_prompt_learning_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="prompt learning puts virtual tokens"):
+        harts.attach(peft.get_peft_model(tiny_model("tiny-qwen3"), config))
+
+
+def test_distributed_data_parallel_is_refused_where_it_would_not_sum_gradients(tmp_path: Path) -> None:
+    model = harts.attach(tiny_model("tiny-qwen3"))
+    packed = harts.pack(PrefixTree.build(AWKWARD["path"]))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match=r"pass model\.module and sum gradients yourself"):
+            harts.logprobs(wrapped, packed)
+        with torch.no_grad():
+            harts.logprobs(wrapped, packed)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_token_outside_the_vocabulary_names_trajectory_and_position() -> None:

@@ -22,6 +22,7 @@ from harts.testing.fp64 import all_fp64
 from harts.testing.trees import random_trajectories
 from harts.train import Interrupted, TrainConfig, Trainer
 from harts.train.checkpoint import latest_checkpoint
+from harts.train.firstlook import first_look
 from harts.train.parallel import Replicas
 from harts.train.step import accumulate, count_routes, plan_step, score, update
 from harts.trajectory import Trajectory
@@ -69,9 +70,14 @@ def test_any_plan_gives_the_same_gradients(name: str) -> None:
             assert float((grads[key] - expected).norm()) <= 1e-8 * float(expected.norm()), key
 
 
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
-def test_replicas_without_work_run_a_dummy_and_add_nothing(name: str) -> None:
+def test_replicas_without_work_run_a_dummy_and_add_nothing(name: str, recorded: bool) -> None:
     trajectories, loss = rollouts()[:2], make_loss(LOSSES[name])
+    if not recorded:
+        if name == "grpo":
+            pytest.skip("its KL term needs recorded values here")
+        trajectories = [dataclasses.replace(one, logprobs=None, ref_logprobs=None) for one in trajectories]
     with all_fp64():
         model = harts.attach(tiny_model("tiny-qwen3.5", dtype=torch.float64))
         alone = plan_step(trajectories, token_budget=10_000)
@@ -183,9 +189,11 @@ def test_supervised_loss_falls_and_everything_is_on_disk(tmp_path: Path) -> None
     assert torch.equal(loaded.lm_head.weight, trainer.model.lm_head.weight)
 
 
-def test_resume_is_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "dtype"), [("tiny-qwen3.5", "float64"), ("tiny-qwen3.5-moe", "float32")])
+def test_resume_is_exact(model: str, dtype: str, tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", rollouts())
-    settings = config(data, loss=LossConfig(algorithm="grpo", kl_coef=0.05), weight_decay=0.1)
+    loss = LossConfig(algorithm="grpo", kl_coef=0.05)
+    settings = config(data, loss=loss, weight_decay=0.1, model=model, dtype=dtype)
     whole = run(Trainer(settings, tmp_path / "whole"))
     steps = Trainer(settings, tmp_path / "parts").run()
     for _ in range(3):  # dies behind step 3; the newest checkpoint is that of step 2
@@ -244,6 +252,9 @@ def test_two_replicas_train_as_one(tmp_path: Path) -> None:
     )  # fmt: skip
     alone = run(Trainer(TrainConfig.load(toml), tmp_path / "one"))
     pair = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    for name in ("tokens", "unique_rows", "trajectories", "step", "learning_rate"):
+        assert [r[name] for r in pair] == [r[name] for r in alone]
+    assert all(r["trained_rows"] >= s["trained_rows"] for r, s in zip(pair, alone, strict=True))
     assert [r["loss"] for r in pair] == pytest.approx([r["loss"] for r in alone], rel=1e-7)
     assert [r["grad_norm"] for r in pair] == pytest.approx([r["grad_norm"] for r in alone], rel=1e-6)
 
@@ -275,6 +286,30 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
         Trainer(dataclasses.replace(settings, data=other), tmp_path / "other")
 
 
+def test_group_advantages_come_from_rewards_alone(tmp_path: Path) -> None:
+    given = [dataclasses.replace(one, advantages=100.0, reward=float(i % 3)) for i, one in enumerate(rollouts())]
+    data = write(tmp_path / "data.jsonl", given)
+    settings = config(data, loss=LossConfig(algorithm="reinforce"), advantage_scale="none", leave_one_out=True)
+    trainer = Trainer(settings, tmp_path / "run")
+    assert [one.advantages[0] for one in trainer.trajectories[:3]] == pytest.approx([-1.5, 0, 1.5])
+
+
+def test_checkpoints_of_others_are_left_alone(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    for name in ("checkpoint-best", "checkpoint-000001-keep"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    run(Trainer(config(data, checkpoint_every=1, steps=4), tmp_path / "run"))
+    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert names == ["checkpoint-000001-keep", "checkpoint-000003", "checkpoint-000004", "checkpoint-best"]
+
+
+def test_a_first_look_stays_within_the_budget(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    seen = first_look(Trainer(config(data, token_budget=250, dtype="float32"), tmp_path / "run"))
+    assert seen.tokens <= 250
+    assert seen.logprob_max_abs < 1e-5
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +318,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     [
         ({"token_budget": 50}, r"trajectory '\w+', field token_ids: .* token budget \(50\)"),
         ({"model": "gpt-17"}, "expected a directory or one of tiny-qwen3.5"),
+        ({"seed": -1}, "field seed: expected a number >= 0"),
         ({"groups_per_step": 0}, "field groups_per_step: expected a number >= 1, came 0"),
         ({"steps": True}, "field steps: expected int"),
         ({"dtype": "float8"}, "field dtype: expected one of 'float32'"),
@@ -295,6 +331,34 @@ def test_bad_settings(changes: dict[str, Any], message: str, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=message):
         Trainer(config(data, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_bad_data_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    rows = rollouts()
+    rows[4] = dataclasses.replace(rows[4], ref_logprobs=None)
+    data = write(tmp_path / "mixed.jsonl", rows)
+    with pytest.raises(ValueError, match=r"trajectory '4', field ref_logprobs: expected values, as 8 other"):
+        Trainer(config(data), tmp_path / "run")
+    silent = [dataclasses.replace(one, loss_mask=np.zeros(len(one), bool)) for one in rollouts()[3:6]]
+    data = write(tmp_path / "silent.jsonl", [*rollouts()[:3], *silent])
+    with pytest.raises(ValueError, match="group 'g1': expected a trained token"):
+        Trainer(config(data), tmp_path / "run")
+    tiny_model("tiny-qwen3").save_pretrained(tmp_path / "model")
+    late = dataclasses.replace(rollouts()[0], token_ids=[*rollouts()[0].token_ids[:-1], 512], id="late", group="z")
+    data = write(tmp_path / "late.jsonl", [*rollouts(), late])
+    with pytest.raises(ValueError, match=r"'late'.*512"):
+        Trainer(config(data, model=str(tmp_path / "model")), tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    settings = config(data, steps=1)
+    run(Trainer(settings, tmp_path / "run"))
+    for name in ("optimizer.safetensors", "model.safetensors"):
+        file = tmp_path / "run/checkpoint-000001" / name
+        file.write_bytes(file.read_bytes()[:100])
+        with pytest.raises(ValueError, match="damaged or incomplete"):
+            Trainer(settings, tmp_path / "run", resume=True)
 
 
 def test_missing_rewards_are_named(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Nothing here knows the tree. Read in this order: `inputs` (what goes in), `denom
 `policy` (the objectives, token by token), `loss` (how the parts are put together).
 """
 
-from harts.losses.advantages import fill_advantages, group_advantages
+from harts.losses.advantages import Scale, Singletons, fill_advantages, group_advantages
 from harts.losses.config import LossConfig
 from harts.losses.denominators import StepDenominators
 from harts.losses.inputs import LossInputs, check_trajectories
@@ -18,6 +18,8 @@ __all__ = [
     "LossInputs",
     "LossMetrics",
     "LossOutput",
+    "Scale",
+    "Singletons",
     "StepDenominators",
     "check_trajectories",
     "fill_advantages",

@@ -106,11 +106,9 @@ class Loss:
         return importance_T.clamp(max=self.config.tis_cap) * loss_T, importance_T
 
     def _kl(self, tokens: TrainedTokens) -> Tensor | None:
-        if self.config.kl_coef > 0:
-            return kl_estimate(tokens.logprobs_T, tokens.need("ref_logprobs"), self.config.kl_estimator)
-        if tokens.ref_logprobs_T is None:
+        if self.config.kl_coef == 0:
             return None
-        return kl_estimate(tokens.logprobs_T.detach(), tokens.ref_logprobs_T, self.config.kl_estimator)
+        return kl_estimate(tokens.logprobs_T, tokens.need("ref_logprobs"), self.config.kl_estimator)
 
     def _check_inputs(self, tokens: TrainedTokens, denominators: StepDenominators) -> None:
         read = ["logprobs", *sorted(self.requires - {"group"})]
@@ -146,7 +144,7 @@ class Loss:
             {
                 "importance ratio": term.ratio_T,
                 "ratio of old to behaviour policy": importance_T,
-                "KL estimate": kl_T if self.config.kl_coef > 0 else None,
+                "KL estimate": kl_T,
                 "policy loss": policy_T,
             },
             denominators.label,
@@ -172,7 +170,7 @@ class Loss:
             sums_T["ratio_mean"] = maxima_T["ratio_max"] = term.ratio_T
         if kl_T is not None:
             sums_T["ref_kl"] = kl_T
-        if tokens.entropy_T is not None:
+        if tokens.entropy_T is not None and self.config.entropy_coef > 0:
             sums_T["entropy"] = tokens.entropy_T
         if importance_T is not None and self.config.tis_cap is not None:
             sums_T["tis_fraction_truncated"] = importance_T > self.config.tis_cap

@@ -8,6 +8,7 @@ from torch import nn
 from harts.models.attention import PREFIX, register
 from harts.models.families import FAMILIES, Family
 from harts.models.routing import install, uninstall
+from harts.models.twins import swap, swap_back
 
 __all__ = ["Backbone", "attach", "detach", "find_backbone"]
 
@@ -30,7 +31,12 @@ class Backbone:
 
     @property
     def attached(self) -> bool:
-        """Whether `attach` was called."""
+        """Whether `attach` was called on this very model; models can share a config."""
+        return bool(getattr(self.text, _MARK, False)) and self.tree_attention
+
+    @property
+    def tree_attention(self) -> bool:
+        """Whether the config names the tree version of an attention implementation."""
         return str(self.config._attn_implementation).startswith(PREFIX)
 
     def has_experts(self, layer: int) -> bool:
@@ -38,6 +44,9 @@ class Backbone:
         every = getattr(self.config, "decoder_sparse_step", 1)
         dense = getattr(self.config, "mlp_only_layers", None) or []
         return self.family.router is not None and layer not in dense and (layer + 1) % every == 0
+
+
+_MARK = "_harts_attached"
 
 
 def attach(model: nn.Module) -> nn.Module:
@@ -48,7 +57,7 @@ def attach(model: nn.Module) -> nn.Module:
     registered. Works before or after LoRA (peft) is added, and with gradient checkpointing. Attaching twice is fine.
 
     Args:
-        model: a causal language model of one of the supported families, possibly wrapped by peft or DDP.
+        model: a causal language model of one of the supported families, possibly wrapped by peft.
 
     Returns:
         The same model.
@@ -58,27 +67,31 @@ def attach(model: nn.Module) -> nn.Module:
             router noise, expert dropout) or a wrapper of its mixers is not supported. The message names what is.
     """
     backbone = find_backbone(model)
-    if backbone.attached:
-        return model
     _check_config(backbone.config)
-    _check_layers(backbone)
-    classes = backbone.family.linear_classes()
-    if classes is not None:
-        _swap(backbone.text, *classes)
-    mixers = {backbone.family.attention_class(), *(classes or ())}
-    install(backbone.text, mixers, backbone.family.router_class())
-    backbone.config._attn_implementation = register(backbone.config._attn_implementation or "eager")
+    if not getattr(backbone.text, _MARK, False):
+        _check_layers(backbone)
+        classes = backbone.family.linear_classes()
+        if classes is not None:
+            swap(backbone.text, {classes[0]: classes[1]})
+        mixers = {backbone.family.attention_class(), *(classes or ())}
+        install(backbone.text, mixers, backbone.family.router_class())
+        setattr(backbone.text, _MARK, True)
+    if not backbone.tree_attention:
+        backbone.config._attn_implementation = register(backbone.config._attn_implementation or "eager")
     return model
 
 
 def detach(model: nn.Module) -> nn.Module:
     """Undoes `attach`; parameters keep what training made of them. Returns the same model."""
     backbone = find_backbone(model)
-    if backbone.attached:
+    if getattr(backbone.text, _MARK, False):
         uninstall(backbone.text)
+        swap_back(backbone.text)  # what harts.models.fuse put in
         classes = backbone.family.linear_classes()
         if classes is not None:
-            _swap(backbone.text, classes[1], classes[0])
+            swap(backbone.text, {classes[1]: classes[0]})
+        delattr(backbone.text, _MARK)
+    if backbone.tree_attention:
         backbone.config._attn_implementation = backbone.config._attn_implementation.removeprefix(PREFIX)
     return model
 
@@ -90,6 +103,11 @@ def find_backbone(model: nn.Module) -> Backbone:
         ValueError: no supported model in there.
     """
     inner: Any = model
+    if getattr(getattr(inner, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            "model: prompt learning puts virtual tokens before every row, which a tree does not; use LoRA, or write "
+            "the prompt into the trajectories"
+        )
     while not hasattr(inner, "get_decoder"):
         if hasattr(inner, "get_base_model"):  # peft
             inner = inner.get_base_model()
@@ -177,13 +195,3 @@ def _check_layers(backbone: Backbone) -> None:
                 f"model: the forward of a {kind.__name__} was overridden (by a device_map hook, perhaps); load the "
                 "model without it"
             )
-
-
-def _swap(text: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Replaces every module of class `old` by one of class `new` that shares its whole state."""
-    for parent in list(text.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is old:
-                twin = new.__new__(new)
-                twin.__dict__ = child.__dict__
-                setattr(parent, name, twin)

@@ -60,5 +60,6 @@ def register(original: str) -> str:
 
 def _original(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if name == "eager":  # not in the interface: each modeling file has its own
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+        files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+        return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))  # type: ignore[no-any-return]
     return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from harts.layout import PackedTree
 from harts.models.attach import find_backbone
+from harts.models.twins import swap, swap_back
 from harts.ops import attention, fused
 from harts.ops.kernels import Kernels
 
@@ -26,6 +27,8 @@ _IMPL = "_harts_fused_impl"
 class FusedRMSNorm(Qwen3_5RMSNorm):  # type: ignore[misc]
     """Stands in for a `Qwen3_5RMSNorm`, whose parameter it shares."""
 
+    stands_for = Qwen3_5RMSNorm
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension."""
         return fused.rms_norm(x, self.weight, eps=self.eps, zero_centred=True, impl=vars(self)[_IMPL])
@@ -33,6 +36,8 @@ class FusedRMSNorm(Qwen3_5RMSNorm):  # type: ignore[misc]
 
 class FusedRMSNormGated(Qwen3_5RMSNormGated):  # type: ignore[misc]
     """Stands in for a `Qwen3_5RMSNormGated`, whose parameter it shares."""
+
+    stands_for = Qwen3_5RMSNormGated
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         """Normalises the last dimension, then multiplies by silu(gate)."""
@@ -43,6 +48,8 @@ class FusedRMSNormGated(Qwen3_5RMSNormGated):  # type: ignore[misc]
 class FusedMLP(Qwen3_5MLP):  # type: ignore[misc]
     """Stands in for a `Qwen3_5MLP`, whose projections it shares."""
 
+    stands_for = Qwen3_5MLP
+
     def forward(self, x: Tensor) -> Tensor:
         """The gated MLP of each row."""
         middle = fused.swiglu(self.gate_proj(x), self.up_proj(x), impl=vars(self)[_IMPL])
@@ -51,6 +58,8 @@ class FusedMLP(Qwen3_5MLP):  # type: ignore[misc]
 
 class FusedAttention(Qwen3_5Attention):  # type: ignore[misc]
     """Stands in for a `Qwen3_5Attention`, whose submodules it shares; without `packed=` it is that module."""
+
+    stands_for = Qwen3_5Attention
 
     def forward(
         self,
@@ -82,12 +91,7 @@ class FusedAttention(Qwen3_5Attention):  # type: ignore[misc]
         return self.o_proj(gated_THD.flatten(1)).unsqueeze(0), None
 
 
-_TWINS: dict[type[nn.Module], type[nn.Module]] = {
-    Qwen3_5RMSNorm: FusedRMSNorm,
-    Qwen3_5RMSNormGated: FusedRMSNormGated,
-    Qwen3_5MLP: FusedMLP,
-    Qwen3_5Attention: FusedAttention,
-}
+_TWINS = (FusedRMSNorm, FusedRMSNormGated, FusedMLP, FusedAttention)
 
 
 def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
@@ -97,7 +101,7 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
     in fp32. Opt-in, after `attach`, and the same for any layout; the model runs on plain batches too.
 
     Args:
-        model: a dense Qwen3.5 model that `attach` was called on, possibly wrapped by peft or DDP.
+        model: a dense Qwen3.5 model that `attach` was called on, possibly wrapped by peft.
         impl: `"triton"`: for a model on CUDA; `"reference"`: plain PyTorch with transformers' roundings.
 
     Returns:
@@ -121,23 +125,12 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
         require_triton("fuse", next(backbone.text.parameters()).device)
     elif impl != "reference":
         raise ValueError(f"fuse: impl={impl!r} is not available; expected one of 'reference', 'triton'")
-    _swap(backbone.text, _TWINS, impl)
+    for twin in swap(backbone.text, {twin.stands_for: twin for twin in _TWINS}):
+        vars(twin)[_IMPL] = impl
     return model
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Undoes `fuse`; parameters keep what training made of them. Returns the same model."""
-    _swap(find_backbone(model).text, {twin: original for original, twin in _TWINS.items()}, None)
+    """Undoes `fuse`, as `detach` does too; parameters keep what training made of them. Returns the same model."""
+    swap_back(find_backbone(model).text)
     return model
-
-
-def _swap(text: nn.Module, twins: dict[type[nn.Module], type[nn.Module]], impl: str | None) -> None:
-    """Replaces modules by their twins, which share their whole state."""
-    for parent in list(text.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) in twins:
-                new = twins[type(child)]
-                twin = new.__new__(new)
-                twin.__dict__ = child.__dict__
-                twin.__dict__[_IMPL] = impl
-                setattr(parent, name, twin)

@@ -3,7 +3,9 @@
 from typing import Any, Literal, overload
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
@@ -141,7 +143,7 @@ def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
 def _head_weight(backbone: Backbone) -> tuple[Tensor, Tensor | None]:
     head: Any = backbone.head
     if hasattr(head, "modules_to_save"):  # peft's full copy of a module
-        head = head.modules_to_save[head.active_adapters[0]]
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
     if type(head) is not nn.Linear:
         raise ValueError(
             f"model: expected the head to be a torch.nn.Linear, came {type(head).__name__}; leave the head out of the "
@@ -155,8 +157,12 @@ def _check(model: nn.Module, backbone: Backbone, packed: PackedTree, weight_VD: 
         raise ValueError("model: not attached; call harts.attach(model) once before harts.logprobs")
     if packed.device != weight_VD.device:
         raise ValueError(f"packed: lies on {packed.device}, the model on {weight_VD.device}; use packed.to(...)")
-    if model.training:
-        _check_dropout(model, backbone)
+    if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+        raise ValueError(
+            "model: DistributedDataParallel sums gradients only of what runs through its own forward, which takes no "
+            "tree; pass model.module and sum gradients yourself (harts.train.parallel.Replicas.sum_gradients)"
+        )
+    _check_dropout(model)
     vocabulary = backbone.text.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     tree = packed.tree
     if tree.token_ids_T.max() >= vocabulary:
@@ -171,9 +177,10 @@ def _check(model: nn.Module, backbone: Backbone, packed: PackedTree, weight_VD: 
                 )
 
 
-def _check_dropout(model: nn.Module, backbone: Backbone) -> None:
-    active = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    if getattr(backbone.config, "attention_dropout", 0.0):
+def _check_dropout(model: nn.Module) -> None:
+    training = [(name, module) for name, module in model.named_modules() if module.training]
+    active = [name for name, module in training if isinstance(module, nn.Dropout) and module.p > 0]
+    if any(getattr(module, "attention_dropout", 0.0) for _, module in training):
         active.append("config.attention_dropout")
     if active:
         raise ValueError(

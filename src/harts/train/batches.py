@@ -21,6 +21,12 @@ class Batches:
         groups: dict[str, list[Trajectory]] = {}
         for index, trajectory in enumerate(trajectories):
             groups.setdefault(trajectory.group or f"\0{index}", []).append(trajectory)
+        for name, members in groups.items():
+            if not any(member.num_trained for member in members):
+                raise ValueError(
+                    f"group {name!r}: expected a trained token in one of its {len(members)} trajectories, came none; a "
+                    f"step made of it would train nothing, so leave it out (first trajectory: {members[0].name})"
+                )
         self._groups = list(groups.values())
         self._per_step, self._seed = groups_per_step, seed
 

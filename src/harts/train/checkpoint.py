@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -48,7 +48,8 @@ def save_checkpoint(
     partial = out / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial)  # type: ignore[operator]
+    # Tensors as they are in memory: mixtures of experts would be split into files of another layout otherwise.
+    model.save_pretrained(partial, save_original_format=False)  # type: ignore[operator]
     save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
     content = {"step": info.step, "config": info.config, "data_hash": info.data_hash}
     (partial / "trainer.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -89,7 +90,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     """
     info = read_info(path)
     state = model.state_dict()
-    saved = _load_model(path)
+    try:
+        saved = _load_model(path)
+        moments = load_file(path / "optimizer.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: damaged or incomplete ({error}); resume from another checkpoint") from error
     tied = {
         name
         for name in state
@@ -107,12 +112,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     with torch.no_grad():
         for name, tensor in saved.items():
             state[name].copy_(tensor)
-    _load_optimizer(path / "optimizer.safetensors", model, optimizer)
+    _load_optimizer(moments, model, optimizer)
     return info
 
 
 def _checkpoints(out: Path) -> list[Path]:
-    return sorted(path for path in out.glob(f"{_PREFIX}*") if path.is_dir())
+    """Folders that `save_checkpoint` wrote, fewest steps first."""
+    found = [path for path in out.glob(f"{_PREFIX}*") if path.is_dir() and path.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
 def _flush(path: Path) -> None:
@@ -138,12 +145,10 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return tensors
 
 
-def _load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _load_optimizer(moments: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
-    with safe_open(path, framework="pt") as file:
-        for full_name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-            name, key = full_name.split(_SEPARATOR)
-            parameter = parameters[name]
-            value = file.get_tensor(full_name)
-            optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+    for full_name, value in moments.items():
+        name, key = full_name.split(_SEPARATOR)
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)

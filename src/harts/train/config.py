@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from harts.formats.chat import Reasoning, Rows
 from harts.formats.reading import Format
-from harts.losses import LossConfig
+from harts.losses import LossConfig, Scale, Singletons
 from harts.models import RouterConfig
 from harts.tree import Share
 
@@ -35,7 +35,9 @@ class TrainConfig:
         loss: see `LossConfig`.
         router: what to ask of the routers of a mixture-of-experts model, see `harts.models.RouterConfig`; or None.
         advantages: "given" takes those of the trajectories, "group" computes them from the rewards of each group
-            (GRPO). Ignored by the supervised loss.
+            (GRPO), whatever the trajectories bring. Ignored by the supervised loss.
+        advantage_scale, leave_one_out, singletons: how a group's advantages are computed; see
+            `harts.losses.group_advantages`.
         groups_per_step: groups whose trajectories make one optimiser step.
         steps: optimiser steps.
         token_budget: most rows of a microbatch, those that are run again included. The one dial for memory.
@@ -63,6 +65,9 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     router: RouterConfig | None = None
     advantages: Advantages = "group"
+    advantage_scale: Scale = "std"
+    leave_one_out: bool = False
+    singletons: Singletons = "error"
     groups_per_step: int = 2
     steps: int = 100
     token_budget: int = 32_768
@@ -84,6 +89,7 @@ class TrainConfig:
             self._check_type(entry.name, entry.type)
         for name in ("groups_per_step", "steps", "token_budget", "checkpoint_every"):
             self._check(name, getattr(self, name) >= 1, "a number >= 1")
+        self._check("seed", self.seed >= 0, "a number >= 0")
         self._check("limit", self.limit is None or self.limit >= 1, "a number >= 1, or left out")
         self._check("learning_rate", 0 < self.learning_rate < math.inf, "a finite number > 0")
         self._check("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number >= 0")

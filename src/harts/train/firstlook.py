@@ -49,12 +49,13 @@ def first_look(trainer: Trainer, *, max_tokens: int = 40_000) -> FirstLook:
 
     Args:
         trainer: at its start.
-        max_tokens: tokens of the trajectories that are looked at; at least two trajectories are.
+        max_tokens: tokens of the trajectories that are looked at, at most the token budget (one microbatch of separate
+            rows has to hold them); at least one trajectory is.
     """
     step = trainer.batches.of_step(trainer.step)
     chosen: list[Trajectory] = []
     for trajectory in step:
-        if len(chosen) >= 2 and sum(map(len, chosen)) + len(trajectory) > max_tokens:
+        if chosen and sum(map(len, chosen)) + len(trajectory) > min(max_tokens, trainer.config.token_budget):
             break
         chosen.append(trajectory)
     device = trainer.config.device

@@ -1,6 +1,7 @@
 """What a step reports, and the JSON Lines file it goes to."""
 
 import json
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -60,10 +61,15 @@ class StepMetrics:
     loss: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat record; the loss's entries keep their own names, its total is `loss`."""
+        """One flat record, fit for JSON: infinite numbers are None. The loss's entries keep their own names."""
         record = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "loss"}
         clash = record.keys() & self.loss.keys()
-        return {**record, **{(f"loss_{name}" if name in clash else name): value for name, value in self.loss.items()}}
+        record |= {(f"loss_{name}" if name in clash else name): value for name, value in self.loss.items()}
+        return {name: None if _is_infinite(value) else value for name, value in record.items()}
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 class MetricsFile:
@@ -79,7 +85,7 @@ class MetricsFile:
     def append(self, metrics: StepMetrics) -> None:
         """Adds a record and flushes it."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics.to_dict()) + "\n")
+            file.write(json.dumps(metrics.to_dict(), allow_nan=False) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
         """All records."""

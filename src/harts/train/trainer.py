@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from harts.cost import CostModel, model_identity
-from harts.formats import read
+from harts.formats import check_vocabulary, read
 from harts.losses import fill_advantages, make_loss
 from harts.models import PRESETS, attach, recompute_activations, tiny_model
 from harts.models.attach import find_backbone
@@ -160,7 +160,7 @@ class Trainer:
             unique_rows=step.tree.num_rows,
             recomputed_rows=plan.recomputed_rows,
             replayed_rows=plan.replayed_rows,
-            trained_rows=sum(len(microbatch.packed.head_row_U) for microbatch in step.microbatches),
+            trained_rows=round(self.replicas.sum(sum(len(part.packed.head_row_U) for part in step.microbatches))),
             sharing=step.tree.sharing,
             microbatches=sum(not part.is_empty for slot in plan.microbatches for part in slot),
             slots=plan.slots,
@@ -233,7 +233,14 @@ class Trainer:
             limit=config.limit,
         )
         if config.advantages == "group" and "advantages" in self.loss.requires:
-            trajectories = fill_advantages(trajectories)
+            trajectories = fill_advantages(
+                [dataclasses.replace(trajectory, advantages=None) for trajectory in trajectories],
+                scale=config.advantage_scale,
+                leave_one_out=config.leave_one_out,
+                singletons=config.singletons,
+            )
+        for name in ("logprobs", "ref_logprobs"):
+            _check_all_or_none(trajectories, name)
         given = [] if "behaviour_logprobs" in self.loss.requires else ["old_logprobs"]
         self.loss.check(trajectories, given=[*given, "ref_logprobs", "entropy"])
         longest = max(trajectories, key=len)
@@ -255,6 +262,7 @@ class Trainer:
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
+            check_vocabulary(self.trajectories, model.get_input_embeddings().weight.shape[0])
         else:
             raise ValueError(
                 f"config, field model: expected a directory or one of {', '.join(PRESETS)}, came {config.model!r}"
@@ -312,9 +320,25 @@ class Trainer:
                     f"{checkpoint}: field {name} was {value!r} there and is {ours.get(name)!r} here; a resumed run "
                     f"keeps its settings, except {', '.join(sorted(_MAY_CHANGE))}"
                 )
+        if self.reference is not None and info.config["model"] != self.config.model:
+            raise ValueError(
+                f"{checkpoint}: field model was {info.config['model']!r} there and is {self.config.model!r} here; the "
+                "KL term refers to the weights that training started from, so the model must stay where it was"
+            )
         load_checkpoint(checkpoint, self.model, self.optimizer)
         self.log(f"resumed from {checkpoint}")
         return info.step
+
+
+def _check_all_or_none(trajectories: Sequence[Trajectory], name: str) -> None:
+    """Refuses data in which some trajectories bring recorded values and others would get computed ones."""
+    trained = [trajectory for trajectory in trajectories if trajectory.num_trained]
+    missing = [trajectory for trajectory in trained if getattr(trajectory, name) is None]
+    if missing and len(missing) < len(trained):
+        raise ValueError(
+            f"trajectory {missing[0].name}, field {name}: expected values, as {len(trained) - len(missing)} other "
+            f"trajectories have them, came none; record them everywhere, or nowhere to have them computed"
+        )
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
