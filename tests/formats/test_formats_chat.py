@@ -112,7 +112,7 @@ def test_a_conversation_as_one_trajectory_a_model_call() -> None:
     assert runs(second) == [(False, SYSTEM + FIRST + RESULTS), (True, SECOND)]
     assert [first.id, second.id] == ["g/0/turn0", "g/0/turn1"]
     assert first.group == second.group == "g"
-    assert second.token_ids.base is first.token_ids.base is not None  # contexts share one array
+    assert np.shares_memory(second.token_ids, first.token_ids)  # contexts share one array
 
 
 def test_dropped_reasoning_leaves_the_context_but_not_the_response() -> None:
@@ -195,7 +195,7 @@ BAD = [
     ({"messages": {"role": "user"}}, "messages", "expected a list"),
     ({"messages": ["hello"]}, "messages[0]", "expected an object"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "'robot'"),
-    ({"messages": [{"role": "user", "content": [{"image": 1}]}]}, "messages", "expected text"),
+    ({"messages": [{"role": "user", "content": [{"image": 1}]}]}, "messages[0].content[0]", "expected a text part"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
         "messages",
@@ -375,7 +375,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         read([CHAT], tokenizer=tokenizer(None))
     with pytest.raises(ValueError, match="tokenizer: expected a directory or a transformers tokenizer, came int"):
         read([CHAT], tokenizer=3)
-    with pytest.raises(ValueError, match="tokenizer: cannot load"):
+    with pytest.raises(ValueError, match="tokenizer .*: cannot load it"):
         read([CHAT], tokenizer=tmp_path)
     with pytest.raises(ValueError, match=r"'g/0', field messages: .*no system"):
         read([CHAT], tokenizer=tokenizer("{{ raise_exception('no system here') }}"))

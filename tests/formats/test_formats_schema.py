@@ -252,7 +252,7 @@ def test_the_same_id_twice() -> None:
 BAD_FILES = [
     ("empty.jsonl", b"", "came an empty file"),
     ("blank.jsonl", b"\n \n", "at least one row, came none"),
-    ("empty.jsonl.gz", gzip.compress(b""), "at least one row, came none"),
+    ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "at least one row, came none"),
     ("broken.jsonl", json.dumps(ROW).encode() + b'\n{"group": ', "broken.jsonl, line 2: broken JSON"),
     ("array.json", b'[\n{"group": "g"}\n]', "line 1: broken JSON"),
     ("list.jsonl", b"[1, 2]", "line 1: expected an object with named fields, came list"),
