@@ -375,7 +375,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         read([CHAT], tokenizer=tokenizer(None))
     with pytest.raises(ValueError, match="tokenizer: expected a directory or a transformers tokenizer, came int"):
         read([CHAT], tokenizer=3)
-    with pytest.raises(ValueError, match="tokenizer .*: cannot load it"):
+    with pytest.raises(ValueError, match=r"tokenizer .*: cannot load it"):
         read([CHAT], tokenizer=tmp_path)
     with pytest.raises(ValueError, match=r"'g/0', field messages: .*no system"):
         read([CHAT], tokenizer=tokenizer("{{ raise_exception('no system here') }}"))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts.formats import chatml
+from harts.formats.messages import check_messages
 from harts.formats.rows import Row, build, common_fields
 from harts.formats.template import Template
 from harts.trajectory import Trajectory
@@ -55,8 +56,9 @@ def trajectories(row: Row, *, rows: Rows, reasoning: Reasoning, template: Templa
     """The row's trajectories; `template` None renders ChatML in the Qwen vocabulary.
 
     Raises:
-        ValueError: an unknown field, no messages, per-token fields, something no rendering can show, or, with
-            rows="trajectory", a rendering in which an earlier turn is no token prefix of a later one.
+        ValueError: an unknown field of the row or of a message, no messages, per-token fields, something no rendering
+            can show, or, with rows="trajectory", a rendering in which an earlier turn is no token prefix of a later
+            one.
     """
     for name in _NEED_TOKENS:
         if row.get(name) is not None:
@@ -122,6 +124,7 @@ def _turns(
     pieces = _pieces(row, messages, tools, template)
     added = len(pieces) - len(messages)  # a system message may have been put in front
     full = np.concatenate([ids for piece in pieces for ids in piece])
+    full.flags.writeable = False  # so that a trajectory takes views of it as they are
     ends = np.cumsum([sum(map(len, piece)) for piece in pieces])
     shorter = pieces if context == messages else _pieces(row, context, tools, template)
     for number, index in trained:
@@ -166,11 +169,9 @@ def _messages(row: Row) -> list[Message]:
     messages = _listed(row, "messages")
     if not messages:
         raise row.error("messages", "at least one message", "none", "drop this row")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise row.error(f"messages[{index}]", "an object", type(message).__name__, "give it a role and content")
     if row.get("render") not in (None, "raw"):
         raise row.error("render", '"raw" or nothing', repr(row.get("render")), "leave it out for a chat template")
+    check_messages(row, messages)
     return messages
 
 

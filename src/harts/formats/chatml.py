@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Piece", "encode", "pieces", "raw_pieces", "vocabulary", "without_reasoning"]
+__all__ = ["Piece", "encode", "pieces", "raw_pieces", "text_of", "vocabulary", "without_reasoning"]
 
 _IM_START, _IM_END = 151644, 151645
 _CALL, _CALL_END = 151657, 151658
@@ -103,7 +103,7 @@ def raw_pieces(messages: Sequence[Mapping[str, Any]], tokenize: Callable[[str], 
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message; a list of text parts is joined."""
+    """The text of a message; a list of text parts is joined. `harts.formats.messages` has refused other parts."""
     content = message.get("content")
     if content is None:
         return ""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from harts.formats import chat, chatml, harts, sglang, trl, verl, vllm
 from harts.formats.files import Source, parts_of
+from harts.formats.tokenizer import load_tokenizer
 
 __all__ = ["Decoder", "QwenDecoder", "TokenizerDecoder", "decoder_for"]
 
@@ -112,7 +113,7 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
         ValueError: the tokenizer cannot be loaded.
     """
     if tokenizer is not None:
-        return TokenizerDecoder(_load(tokenizer) if isinstance(tokenizer, str | PathLike) else tokenizer)
+        return TokenizerDecoder(load_tokenizer(tokenizer) if isinstance(tokenizer, str | PathLike) else tokenizer)
     if fmt == "auto" and not isinstance(source, str | PathLike | list | tuple | dict):
         return None
     if fmt == "auto":
@@ -124,15 +125,6 @@ def _is_chat(part: Iterable[Any]) -> bool:
     first = next(iter(part))
     others = (harts, vllm, sglang, trl, verl)
     return chat.matches(first) and not any(module.matches(first) for module in others)
-
-
-def _load(tokenizer: str | PathLike[str]) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer: cannot load {tokenizer!r} ({error}); pass its directory") from error
 
 
 def _byte_characters() -> dict[str, int]:

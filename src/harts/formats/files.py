@@ -27,7 +27,7 @@ def parts_of(source: Source) -> Iterator[Iterator[Row]]:
 
     Raises:
         ValueError: no such file, an unknown ending, an empty, truncated or broken file (with the line), a row that is
-            no object, NaN or Infinity anywhere in a row.
+            no object, a name twice in one object, NaN or Infinity anywhere in a row.
     """
     items = iter([source] if isinstance(source, str | PathLike | Mapping) else source)
     number = 0
@@ -145,14 +145,29 @@ def _json_rows(path: Path, lines: Iterator[bytes]) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         odd_numbers: list[str] = []
+        repeated: list[str] = []
         try:
-            fields = json.loads(line, parse_constant=partial(_note, odd_numbers))
+            fields = json.loads(
+                line, parse_constant=partial(_note, odd_numbers), object_pairs_hook=partial(_object, repeated)
+            )
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             hint = "one object a line is needed" if line.lstrip()[:1] != b"[" else "make the array one object a line"
             raise ValueError(f"{place}: broken JSON ({error}); {hint}") from error
+        if repeated:
+            row = Row(fields if isinstance(fields, dict) else {}, place, 0)
+            raise row.error(repeated[0], "each field of an object once", "the same name twice", "remove one of them")
         if odd_numbers:
             _refuse_odd_number(place, fields, odd_numbers[0])
         yield place, fields
+
+
+def _object(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; the standard library would keep the last of two values of one name."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated.append(next(name for name in names if names.count(name) > 1))
+    return fields
 
 
 def _note(seen: list[str], name: str) -> float:
@@ -161,7 +176,7 @@ def _note(seen: list[str], name: str) -> float:
 
 
 def _refuse_odd_number(place: str, fields: Any, name: str) -> None:
-    field = (_path_of_odd_number(fields) or ".(a repeated field)").removeprefix(".")
+    field = (_path_of_odd_number(fields) or "").removeprefix(".")
     row = fields if isinstance(fields, dict) else {}
     raise Row(row, place, 0).error(field, "finite numbers", name, "JSON has no such number: use null, or drop the row")
 

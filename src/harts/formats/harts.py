@@ -3,7 +3,7 @@
 Required: `group`, `id`, `token_ids`, `loss_mask`. Optional: `logprobs`, `ref_logprobs`, `advantages` (a number or one
 per token), `reward`, `temperature`, `merge_keys`, `routes`; null is the same as absent. `messages`, `tools`, `meta`,
 `source` and `render` may stand beside them; `meta` and `source` are kept in `Trajectory.meta`. In place of `loss_mask`
-a row may have `token_mask` (the name in NousResearch/atropos dumps).
+a row may have `token_mask` (the name in NousResearch/atropos dumps); where it has both, they must be equal.
 """
 
 from collections.abc import Iterator
@@ -32,6 +32,10 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
     for name in ("group", "id"):
         row.require(name)
     mask = row.require("loss_mask", "token_mask")
+    other = row.get("token_mask")
+    if other is not None and not np.array_equal(mask, other):
+        action = "keep the one that says which tokens are trained"
+        raise row.error("token_mask", "what loss_mask says, or no token_mask", "another mask", action)
     optional = {name: row.fields[name] for name in _PER_TOKEN if row.get(name) is not None}
     yield build(
         row,

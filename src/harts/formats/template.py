@@ -14,24 +14,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harts.formats.chatml import text_of
+from harts.formats.tokenizer import load_tokenizer
+
 __all__ = ["Template", "load"]
 
 Ids = NDArray[np.int32]
 
 
 def load(tokenizer: Any) -> "Template":
-    """A Template of a tokenizer object, or of a directory or name for `AutoTokenizer.from_pretrained`.
+    """A Template of a tokenizer object, or of the directory of one.
 
     Raises:
         ValueError: the tokenizer cannot be loaded or has no chat template.
     """
     if isinstance(tokenizer, str | PathLike):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"tokenizer: cannot load {tokenizer!r} ({error}); pass its directory") from error
+        tokenizer = load_tokenizer(tokenizer)
     if not hasattr(tokenizer, "apply_chat_template"):
         came = type(tokenizer).__name__
         raise ValueError(f"tokenizer: expected a directory or a transformers tokenizer, came {came}; see docs/data.md")
@@ -78,7 +76,7 @@ class Template:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: a string as content, the arguments of calls as objects."""
     shown = {name: value for name, value in message.items() if name != "ignore_loss" and value is not None}
-    shown.setdefault("content", "")
+    shown["content"] = text_of(message)  # many templates show no list of parts
     if shown.get("tool_calls"):
         shown["tool_calls"] = [_call(call) for call in shown["tool_calls"]]
     return shown
