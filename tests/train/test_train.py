@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import harts
+from harts.cost import Coefficients, CostModel
 from harts.losses import LossConfig, make_loss
 from harts.models import RouterConfig, recompute_activations, tiny_model
 from harts.testing.fp64 import all_fp64
@@ -317,6 +319,8 @@ def test_a_first_look_stays_within_the_budget(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"token_budget": 50}, r"trajectory '\w+', field token_ids: .* token budget \(50\)"),
+        ({"device": "cuda:99"}, "device: 'cuda:99' is not there"),
+        ({"device": "abacus"}, "device: expected cpu, cuda or cuda:NUMBER, came 'abacus'"),
         ({"model": "gpt-17"}, "expected a directory or one of tiny-qwen3.5"),
         ({"seed": -1}, "field seed: expected a number >= 0"),
         ({"groups_per_step": 0}, "field groups_per_step: expected a number >= 1, came 0"),
@@ -382,12 +386,46 @@ def test_unknown_field_in_the_file_names_the_closest(tmp_path: Path) -> None:
         TrainConfig.load(toml)
 
 
+def test_the_smallest_budget_that_is_named_works(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    with pytest.raises(ValueError, match=r"set token_budget to \d+ or more") as caught:
+        Trainer(config(data, token_budget=60), tmp_path / "run")
+    smallest = int(re.findall(r"set token_budget to (\d+)", str(caught.value))[0])
+    with pytest.raises(ValueError, match="token budget"):
+        Trainer(config(data, token_budget=smallest - 1), tmp_path / "run")
+    run(Trainer(config(data, token_budget=smallest, steps=1), tmp_path / "run"))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    settings = config(data, checkpoint_every=5, steps=2)
+    Trainer(settings, tmp_path / "run")  # nothing done: the folder is free
+    steps = Trainer(settings, tmp_path / "run").run()
+    next(steps)
+    steps.close()
+    with pytest.raises(ValueError, match="holds a run already; pass --resume"):
+        Trainer(settings, tmp_path / "run")
+    records = run(Trainer(settings, tmp_path / "run", resume=True))
+    assert [record["step"] for record in records] == [1, 2]
+
+
+def test_predicted_bytes_stand_beside_the_plan(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", rollouts())
+    model = tiny_model("tiny-qwen3.5", vocab_size=40)
+    cost = dataclasses.replace(CostModel.from_config(model.config), memory=Coefficients(rows=1000.0))
+    cost.save(tmp_path / "cost.json")
+    settings = config(data, cost_model=str(tmp_path / "cost.json"), steps=1, token_budget=2000)
+    (record,) = run(Trainer(settings, tmp_path / "run"))
+    assert record["predicted_bytes"] == 1000 * record["unique_rows"]
+    assert record["peak_bytes"] is None
+
+
 def test_a_folder_in_use_is_not_overwritten(tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", rollouts())
     run(Trainer(config(data, steps=1), tmp_path / "run"))
     with pytest.raises(ValueError, match="holds a run already; pass --resume"):
         Trainer(config(data, steps=1), tmp_path / "run")
-    with pytest.raises(ValueError, match="expected a checkpoint to resume from, found none"):
+    with pytest.raises(ValueError, match="expected a run to resume, found none"):
         Trainer(config(data, steps=1), tmp_path / "other", resume=True)
 
 

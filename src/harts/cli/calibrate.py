@@ -21,6 +21,9 @@ def calibrate(
     model: Model = "tiny-qwen3.5",
     dtype: Annotated[DtypeChoice, typer.Option(help="Of the parameters.")] = "float32",
     device: Device = "cpu",
+    vocab_size: Annotated[
+        int | None, typer.Option(min=16, help="Of a preset; harts train says how many ids its data have.")
+    ] = None,
     max_rows: Annotated[int, typer.Option(min=512, help="Rows of the largest microbatch timed.")] = 4096,
     recompute: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
     as_json: options.Json = False,
@@ -29,7 +32,9 @@ def calibrate(
 
     Reports how far a model fitted to all other runs is off on each run: what to expect of its predictions.
     """
-    loaded = attach(load_model(model, dtype=to_dtype(dtype), device=device))
+    if not out.parent.is_dir():
+        raise ValueError(f"{out}: expected a file in an existing folder; make {out.parent} first")
+    loaded = attach(load_model(model, dtype=to_dtype(dtype), device=device, vocab_size=vocab_size))
     if recompute:
         recompute_activations(loaded)
     kernels = Kernels.for_device(device)

@@ -47,10 +47,11 @@ def load_model(
     from transformers.utils import logging
 
     from harts.models import PRESETS, tiny_model
+    from harts.models.device import to_device
 
     logging.set_verbosity_error()  # it warns of slow fall-backs that are meant here
     logging.disable_progress_bar()
-    place = _device(device)
+    place = to_device(device)
     if is_preset(name):
         if vocab_size is not None:
             changes["vocab_size"] = vocab_size
@@ -67,13 +68,3 @@ def vocabulary_of(model: nn.Module) -> int:
     from harts.models.attach import find_backbone
 
     return int(find_backbone(model).config.vocab_size)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device: expected cpu, cuda or cuda:NUMBER, came {name!r}") from error
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(f"device: {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
-    return device

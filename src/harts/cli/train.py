@@ -56,7 +56,12 @@ def train(
 
 def _run(trainer: Trainer, console: Console, look: bool) -> dict[str, Any]:
     seen: FirstLook | None = None
-    if look and trainer.replicas.size == 1:
+    finished = trainer.step >= trainer.config.steps
+    if finished:
+        console.print(
+            f"already at step {trainer.step} of {trainer.config.steps}; raise steps to go on", highlight=False
+        )
+    if look and trainer.replicas.size == 1 and not finished:
         with output.watch("a first look at the data"):
             seen = first_look(trainer)
         console.print(_describe(seen), highlight=False)
@@ -64,21 +69,20 @@ def _run(trainer: Trainer, console: Console, look: bool) -> dict[str, Any]:
         TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(), console=console, disable=trainer.replicas.rank != 0 or not console.is_terminal,
     )  # fmt: skip
-    records: list[dict[str, Any]] = []
     with bar:
         task = bar.add_task("train", total=trainer.config.steps, completed=trainer.step)
         for metrics in trainer.run():
-            records.append(metrics.to_dict())
             bar.update(task, completed=metrics.step)
             if trainer.replicas.rank == 0:
-                console.print(_line(records[-1], trainer.config.steps), highlight=False)
+                console.print(_line(metrics.to_dict(), trainer.config.steps), highlight=False)
+    records = trainer.metrics.records() if trainer.metrics is not None else []
     return {
         "out": str(trainer.out),
         "steps": trainer.step,
         "first_look": None if seen is None else dataclasses.asdict(seen),
         "first": records[0] if records else None,
         "last": records[-1] if records else None,
-        "sharing": sum(r["tokens"] for r in records) / max(sum(r["unique_rows"] for r in records), 1),
+        "sharing": sum(r["tokens"] for r in records) / sum(r["unique_rows"] for r in records) if records else None,
     }
 
 
@@ -101,8 +105,9 @@ def _line(record: dict[str, Any], steps: int) -> str:
 
 def _render(console: Console, document: dict[str, Any]) -> None:
     first, last, seen = document["first"], document["last"], document["first_look"]
-    values = {"steps": str(document["steps"]), "sharing": f"{document['sharing']:.2f}x"}
+    values = {"steps": str(document["steps"])}
     if first is not None:
+        values["sharing"] = f"{document['sharing']:.2f}x"
         values["loss"] = f"{first['loss']:.4f} -> {last['loss']:.4f}"
     if seen is not None:
         values["speed-up"] = f"{seen['speedup']:.2f}x over packed separate rows ({seen['tokens']:,} tokens)"

@@ -27,6 +27,8 @@ class StepMetrics:
         microbatches, slots: of the plan.
         idle_fraction: share of the replicas' predicted time spent waiting.
         predicted: the plan's makespan, in `predicted_unit` ("flops", or "seconds" with a calibrated cost model).
+        predicted_bytes, peak_bytes: peak memory of the largest microbatch, where a cost model calibrated on a GPU
+            predicts it, and of the step as it was, on a GPU; else None.
         seconds: of the whole step; plan_seconds: of building tree, plan and layouts; compute_seconds: of all forward
             and backward passes, which `predicted` stands for.
         rows_per_s: (unique + recomputed rows) / seconds.
@@ -51,6 +53,8 @@ class StepMetrics:
     idle_fraction: float
     predicted: float
     predicted_unit: str
+    predicted_bytes: float | None
+    peak_bytes: float | None
     seconds: float
     plan_seconds: float
     compute_seconds: float

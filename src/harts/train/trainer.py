@@ -4,22 +4,20 @@ import copy
 import dataclasses
 import json
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harts.cost import CostModel, model_identity
+from harts.cost import Coefficients, CostModel, count, model_identity
 from harts.formats import check_vocabulary, read
 from harts.losses import fill_advantages, make_loss
 from harts.models import PRESETS, attach, recompute_activations, tiny_model
 from harts.models.attach import find_backbone
+from harts.models.device import to_device
 from harts.ops.kernels import Kernels
 from harts.ops.moe import RouterStep, max_violation
 from harts.plan import Plan, check_plan
@@ -35,6 +33,7 @@ from harts.train.checkpoint import (
 from harts.train.config import TrainConfig
 from harts.train.metrics import MetricsFile, StepMetrics
 from harts.train.parallel import Replicas
+from harts.train.signals import signals_as_flag
 from harts.train.step import Accumulated, StepPlan, accumulate, count_routes, plan_step, score, update
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
@@ -76,6 +75,7 @@ class Trainer:
         self, config: TrainConfig, out: str | Path, *, resume: bool = False, log: Callable[[str], None] = print
     ) -> None:
         self.config, self.out, self.log = config, Path(out), log
+        to_device(config.device)
         self.replicas = Replicas.join(config.device)
         self.kernels = Kernels.for_device(config.device)
         checkpoint = self._find_checkpoint(resume)
@@ -103,7 +103,7 @@ class Trainer:
         Raises:
             Interrupted: a signal came; everything up to the last finished step is on disk.
         """
-        with _signals() as interrupted:
+        with signals_as_flag() as interrupted:
             while self.step < self.config.steps:
                 metrics = self._train_step()
                 if self.metrics is not None:
@@ -140,6 +140,8 @@ class Trainer:
         start = time.perf_counter()
         step = self.plan(self.step)
         old, reference = self._missing_scores(step)
+        if self.config.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats(self.config.device)
         compute_start = time.perf_counter()
         done = self._accumulate(step, old, reference)
         losses = done.metrics.all_reduce() if self.replicas.size > 1 else done.metrics
@@ -167,6 +169,8 @@ class Trainer:
             idle_fraction=plan.idle_fraction,
             predicted=plan.makespan,
             predicted_unit=plan.cost_model.unit,
+            predicted_bytes=_predict_bytes(step),
+            peak_bytes=_peak_bytes(self.config.device),
             seconds=seconds,
             compute_seconds=compute_seconds,
             plan_seconds=step.seconds,
@@ -216,9 +220,12 @@ class Trainer:
 
     def _find_checkpoint(self, resume: bool) -> Path | None:
         checkpoint = latest_checkpoint(self.out) if self.out.exists() else None
+        metrics = self.out / "metrics.jsonl"
         if resume and checkpoint is None:
-            raise ValueError(f"{self.out}: expected a checkpoint to resume from, found none; leave --resume out")
-        if not resume and (checkpoint is not None or (self.out / "metrics.jsonl").exists()):
+            if not metrics.exists():
+                raise ValueError(f"{self.out}: expected a run to resume, found none; leave --resume out")
+            self.log(f"{self.out} holds no checkpoint yet: starting from the first step")
+        if not resume and (checkpoint is not None or (metrics.exists() and metrics.stat().st_size)):
             raise ValueError(f"{self.out}: holds a run already; pass --resume to go on with it, or another folder")
         return checkpoint
 
@@ -247,7 +254,7 @@ class Trainer:
         if len(longest) > config.token_budget:
             raise ValueError(
                 f"trajectory {longest.name}, field token_ids: expected at most the token budget "
-                f"({config.token_budget}), came {len(longest)} tokens; set token_budget to {len(longest) + 64} or more"
+                f"({config.token_budget}), came {len(longest)} tokens; set token_budget to {len(longest)} or more"
             )
         return trajectories
 
@@ -341,6 +348,18 @@ def _check_all_or_none(trajectories: Sequence[Trajectory], name: str) -> None:
         )
 
 
+def _predict_bytes(step: StepPlan) -> float | None:
+    """Peak of this replica's largest microbatch, where the cost model was calibrated on a GPU."""
+    memory = step.plan.cost_model.memory
+    if memory == Coefficients():
+        return None
+    return max(memory.of(count(microbatch.packed.tree)) for microbatch in step.microbatches)
+
+
+def _peak_bytes(device: str) -> float | None:
+    return float(torch.cuda.max_memory_allocated(device)) if device.startswith("cuda") else None
+
+
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: Sequence[dict[str, Any]] = [
@@ -348,34 +367,6 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)
-
-
-@dataclasses.dataclass
-class _Flag:
-    is_set: bool = False
-
-
-@contextmanager
-def _signals() -> Iterator[_Flag]:
-    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as usual."""
-    flag = _Flag()
-    previous: dict[int, Any] = {}
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        flag.is_set = True
-        for kind, handler in previous.items():
-            signal.signal(kind, handler)
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, on_signal)
-    except ValueError:  # not in the main thread: whoever owns it handles signals
-        previous.clear()
-    try:
-        yield flag
-    finally:
-        for kind, handler in previous.items():
-            signal.signal(kind, handler)
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -1,0 +1,88 @@
+"""harts train and harts calibrate as a user runs them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import harts
+from harts.cli import app
+from harts.testing.trees import random_trajectories
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    trajectories = random_trajectories(
+        np.random.default_rng(0), num_trajectories=6, min_length=20, max_length=80, vocab_size=40
+    )
+    harts.write(tmp_path / "data.jsonl", trajectories)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "data = 'data.jsonl'\nsteps = 2\ngroups_per_step = 50\ntoken_budget = 600\n[loss]\nalgorithm = 'supervised'\n"
+    )
+    return file
+
+
+def call(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_one_json_document_and_progress_beside_it(toml: Path) -> None:
+    result = call("train", toml, "--out", toml.parent / "run", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["steps"] == 2
+    assert document["last"]["loss"] < document["first"]["loss"]
+    assert document["first_look"]["logprob_max_abs"] < 1e-4
+    assert document["first_look"]["speedup"] > 0
+    assert "step 1/2" in result.stderr
+
+
+def test_a_finished_run_says_so_and_keeps_its_numbers(toml: Path) -> None:
+    first = call("train", toml, "--out", toml.parent / "run", "--json", "--no-look")
+    again = call("train", toml, "--out", toml.parent / "run", "--json", "--resume")
+    assert again.exit_code == 0
+    assert "already at step 2 of 2" in again.stderr
+    assert json.loads(again.stdout)["sharing"] == json.loads(first.stdout)["sharing"]
+    assert json.loads(again.stdout)["first_look"] is None
+
+
+def test_bad_input_is_one_line_and_exit_code_2(toml: Path) -> None:
+    out = toml.parent / "run"
+    cases = [
+        (["train", toml.parent / "no.toml", "--out", out], "no such file"),
+        (["train", toml, "--out", out, "--device", "abacus"], "device: expected cpu"),
+        (["train", toml, "--out", out, "--resume"], "expected a run to resume, found none"),
+        (["train", toml, "--out", out, "--token-budget", 10], "token budget (10)"),
+        (["train", toml, "--out", out, "--plan", toml], "expected a plan written by harts plan -o"),
+        (["train", toml, "--out", out, "--data", toml.parent / "none.jsonl"], "none.jsonl"),
+        (["calibrate", "-o", toml.parent / "nowhere" / "cost.json"], "make"),
+    ]
+    for words, message in cases:
+        result = call(*words)
+        assert result.exit_code == 2, words
+        assert message in result.stderr
+        assert result.stdout == ""
+
+
+def test_plan_and_calibrate_feed_train(toml: Path) -> None:
+    plan, cost = toml.parent / "plan.json", toml.parent / "cost.json"
+    assert call("plan", toml.parent / "data.jsonl", "--token-budget", 300, "-o", plan).exit_code == 0
+    followed = call("train", toml, "--out", toml.parent / "planned", "--plan", plan, "--json", "--no-look")
+    assert json.loads(followed.stdout)["first"]["slots"] == json.loads(plan.read_text())["slots"]
+
+    (ids,) = re.findall(r"vocabulary of the (\d+) token ids", followed.stderr)
+    fitted = call("calibrate", "-o", cost, "--max-rows", 512, "--vocab-size", ids, "--json")
+    assert fitted.exit_code == 0, fitted.stderr
+    assert json.loads(fitted.stdout)["median_error"] > 0
+    balanced = call("train", toml, "--out", toml.parent / "timed", "--cost-model", cost, "--json", "--no-look")
+    assert balanced.exit_code == 0, balanced.stderr
+    assert json.loads(balanced.stdout)["first"]["predicted_unit"] == "seconds"
+    other = call(
+        "train", toml, "--out", toml.parent / "other", "--cost-model", cost, "--json", "--data", plan.parent / "x"
+    )
+    assert other.exit_code == 2
