@@ -116,3 +116,13 @@ def test_uncut_budget_is_the_smallest_that_cuts_nothing() -> None:
     assert f"{tight.uncut_budget:,}" in tight.hints[0]
     assert make_plan(tree, token_budget=tight.uncut_budget).recomputed_rows == 0
     assert make_plan(tree, token_budget=tight.uncut_budget - 1).recomputed_rows > 0
+
+
+def test_a_hint_promises_no_more_than_planning_again_gives() -> None:
+    tree = PrefixTree.build(AWKWARD["comb"])
+    for replicas, key_cap in ((1, None), (3, None), (1, 3000)):
+        tight = make_plan(tree, token_budget=900, num_replicas=replicas, key_cap=key_cap)
+        again = make_plan(tree, token_budget=tight.uncut_budget, num_replicas=replicas, key_cap=key_cap)
+        promised = "needs no cut" in tight.hints[0]
+        assert promised == (again.recomputed_rows == 0)
+        assert promised or f"{tight.uncut_budget:,} fits every tree into one microbatch" in tight.hints[0]

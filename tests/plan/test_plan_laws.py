@@ -26,6 +26,10 @@ FULL = CostModel(
     ),
     unit="flops",
 )
+SINGLE = {
+    field.name: CostModel(time=Coefficients(**{field.name: 1.0}), unit="flops")
+    for field in dataclasses.fields(Coefficients)
+}
 
 
 def longest(tree: PrefixTree) -> int:
@@ -37,7 +41,7 @@ def longest(tree: PrefixTree) -> int:
     tree_strategy(max_trajectories=10, max_length=150, vocab_size=2),
     st.sampled_from([1.0, 1.3, 2.0, 5.0]),
     st.integers(1, 4),
-    st.sampled_from([None, FULL]),
+    st.sampled_from([None, FULL, *SINGLE.values()]),
     st.sampled_from([None, 1.0, 2.5]),
 )
 def test_laws_of_random_plans(
@@ -61,6 +65,18 @@ def test_laws_of_awkward_plans(name: str) -> None:
     tree = PrefixTree.build(AWKWARD[name])
     for budget, replicas in ((longest(tree), 1), (2 * longest(tree), 3), (10**6, 2)):
         check_plan(tree, make_plan(tree, token_budget=budget, num_replicas=replicas))
+
+
+@pytest.mark.parametrize("coefficient", SINGLE)
+@pytest.mark.parametrize("name", AWKWARD)
+def test_laws_where_one_thing_alone_costs(name: str, coefficient: str) -> None:
+    tree = PrefixTree.build(AWKWARD[name])
+    for budget, replicas in ((longest(tree), 2), (2 * longest(tree), 5)):
+        plan = make_plan(tree, token_budget=budget, num_replicas=replicas, cost_model=SINGLE[coefficient])
+        check_plan(tree, plan)
+        assert plan.gap >= 0
+        assert 0 <= plan.idle_fraction < 1
+        assert plan.speedup >= 0
 
 
 def test_baseline_trees_are_planned_too() -> None:
@@ -165,4 +181,3 @@ def test_group_may_be_split_over_replicas() -> None:
     assert plan.slots == 1
     assert all(not one.is_empty for one in plan.microbatches[0])
     assert plan.recomputed_rows == 100  # the stem, once more
-    assert plan.slot_of(plan.microbatches[0][1].trajectories[0]) == (0, 1)

@@ -86,7 +86,7 @@ def bound_work(problem: Problem, limit: float) -> float:
             -(-block_rows // (problem.token_budget - whole_blocks)),
             -(-keys // problem.key_cap),
         )
-        if limit < np.inf:
+        if shared < limit < np.inf:  # where nothing is left below the path, or the path is free, this says nothing
             copies = max(copies, ceil(cost / (limit - shared) - _SLACK))
         rows += copies * (branch.depth - branch.above)
         block_rows += copies * (whole_blocks - branch.above // BLOCK * BLOCK)

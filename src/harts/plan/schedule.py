@@ -123,19 +123,19 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Makespan over lower bound, less 1."""
-        return max(self.makespan / self.lower_bound - 1, 0.0)
+        """Makespan over lower bound, less 1; 0 where nothing costs anything."""
+        return self.makespan and max(self.makespan / self.lower_bound - 1, 0.0)
 
     @property
     def idle_fraction(self) -> float:
-        """Share of all replicas' time spent waiting for the slowest one of a slot."""
+        """Share of all replicas' time spent waiting for the slowest one of a slot; 0 where nothing costs anything."""
         busy = sum(one.cost for one in self._all())
-        return max(1 - busy / (self.makespan * self.num_replicas), 0.0)
+        return self.makespan and max(1 - busy / (self.makespan * self.num_replicas), 0.0)
 
     @property
     def speedup(self) -> float:
-        """Predicted speed-up over separate rows spread perfectly over the replicas."""
-        return self.separate_cost / self.num_replicas / self.makespan
+        """Predicted speed-up over separate rows spread perfectly over the replicas; 1 where nothing costs anything."""
+        return self.separate_cost / self.num_replicas / self.makespan if self.makespan else 1.0
 
     @property
     def hints(self) -> tuple[str, ...]:
@@ -145,7 +145,11 @@ class Plan:
             share = self.recomputed_rows / self.unique_rows
             cause = f"{self.recomputed_rows:,} prefix rows ({share:.1%} of the unique rows) run again"
             if self.token_budget < self.uncut_budget:
-                hints.append(f"{cause} because trees were cut; a token budget of {self.uncut_budget:,} needs no cut")
+                # Balance may still cut on several replicas, and a cap on gathered keys on any number.
+                gain = "needs no cut" if self.num_replicas == 1 else "fits every tree into one microbatch"
+                if self.key_cap is not None:
+                    gain = "fits every tree into one microbatch where the cap on gathered keys lets it"
+                hints.append(f"{cause} because trees were cut; a token budget of {self.uncut_budget:,} {gain}")
             else:
                 hints.append(f"{cause} to keep {self.num_replicas} replicas busy or under the cap on gathered keys")
         empty = sum(one.is_empty for one in self._all())
@@ -230,19 +234,6 @@ class Plan:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"plan {path}: expected JSON ({error}); write one with harts plan -o") from error
         return Plan.from_json(data, tree=tree)
-
-    def slot_of(self, trajectory: int) -> tuple[int, int]:
-        """Slot and replica in which a trajectory runs."""
-        return self._place_of[trajectory]
-
-    @cached_property
-    def _place_of(self) -> dict[int, tuple[int, int]]:
-        return {
-            index: (slot, replica)
-            for slot, row in enumerate(self.microbatches)
-            for replica, one in enumerate(row)
-            for index in one.trajectories
-        }
 
     def fill(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """float64 [slots, replicas]: share of the token budget that each microbatch uses."""
