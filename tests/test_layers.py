@@ -11,7 +11,7 @@ ROOT = Path(harts.__file__).parent
 
 # A package may import itself and what stands in an earlier line; names in one line do not import each other.
 ORDER = [
-    {"trajectory"},
+    {"trajectory", "files"},
     {"tree", "formats"},
     {"blocks"},
     {"cost"},
@@ -23,7 +23,7 @@ ORDER = [
     {"integrations", "viz"},
     {"cli"},
 ]
-WITHOUT_TORCH = ["trajectory", "tree", "blocks", "cost", "flops", "plan", "formats", "explain"]
+WITHOUT_TORCH = ["trajectory", "files", "tree", "blocks", "cost", "flops", "plan", "formats", "explain"]
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from harts.cost.config import forward_flops, model_identity
 from harts.cost.counts import Coefficients, Counts
+from harts.files import write_text
 
 __all__ = ["CostModel", "TimedRun"]
 
@@ -124,11 +125,8 @@ class CostModel:
             raise ValueError(f"cost model: a field is missing or unknown ({error}); calibrate again") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file, under a temporary name first."""
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        partial.replace(target)
+        """Writes a JSON file, under a temporary name first; errors as of `harts.files.replacing`."""
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, model: str | None = None) -> "CostModel":
@@ -139,15 +137,21 @@ class CostModel:
             model: identity of the model it is for; one fitted for another model is refused.
 
         Raises:
-            ValueError: not such a file, or fitted for another model.
+            ValueError: no such file, another kind of file, or one fitted for another model; the message names `path`.
         """
+        if not Path(path).is_file():
+            came = "a folder" if Path(path).is_dir() else "no such file"
+            raise ValueError(f"cost model {path}: expected a file, came {came}; write one with harts calibrate")
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"cost model {path}: expected JSON ({error}); write one with harts calibrate") from error
-        cost_model = CostModel.from_json(data)
-        if model is not None:
-            cost_model.check_model(model)
+        try:
+            cost_model = CostModel.from_json(data)
+            if model is not None:
+                cost_model.check_model(model)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         return cost_model
 
 

@@ -3,12 +3,12 @@
 import contextlib
 import gzip
 import json
-import os
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import BinaryIO
 
+from harts.files import replacing
 from harts.formats.harts import fields_of
 from harts.trajectory import Trajectory
 
@@ -24,14 +24,14 @@ def write(path: str | PathLike[str], trajectories: Iterable[Trajectory]) -> None
     trajectories give the same bytes.
 
     Raises:
-        ValueError: another ending, no trajectory, an id that is empty or used twice, meta that JSON cannot hold.
+        ValueError: another ending, no such folder, no trajectory, an id that is empty or used twice, meta that JSON
+            cannot hold.
     """
     path = Path(path)
     if not path.name.endswith(_ENDINGS):
         raise ValueError(f"{path}: expected an ending of {', '.join(_ENDINGS)}, came {path.suffix!r}; rename it")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     seen: set[str] = set()
-    try:
+    with replacing(path) as temporary:
         with _opened(temporary, path.suffix) as stream:
             for trajectory in trajectories:
                 if not trajectory.id or trajectory.id in seen:
@@ -41,9 +41,6 @@ def write(path: str | PathLike[str], trajectories: Iterable[Trajectory]) -> None
                 stream.write(_line(trajectory))
         if not seen:
             raise ValueError(f"{path}: expected at least one trajectory, came none; such a file could not be read")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _line(trajectory: Trajectory) -> bytes:

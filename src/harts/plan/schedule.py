@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from harts.cost import CostModel
+from harts.files import write_text
 from harts.plan.fingerprint import fingerprint
 from harts.tree import PrefixTree
 
@@ -220,20 +221,23 @@ class Plan:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file, under a temporary name first."""
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        partial.write_text(json.dumps(self.to_json()) + "\n")
-        partial.replace(target)
+        """Writes a JSON file, under a temporary name first; errors as of `harts.files.replacing`."""
+        write_text(path, json.dumps(self.to_json()) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, tree: PrefixTree | None = None) -> "Plan":
         """Reads a JSON file; see `from_json`."""
+        if not Path(path).is_file():
+            came = "a folder" if Path(path).is_dir() else "no such file"
+            raise ValueError(f"plan {path}: expected a file, came {came}; write one with harts plan -o")
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"plan {path}: expected JSON ({error}); write one with harts plan -o") from error
-        return Plan.from_json(data, tree=tree)
+        try:
+            return Plan.from_json(data, tree=tree)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def fill(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """float64 [slots, replicas]: share of the token budget that each microbatch uses."""

@@ -10,12 +10,12 @@ import html
 import json
 import os
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harts.files import write_text
 from harts.formats.decoding import Decoder
 from harts.plan import Plan
 from harts.tree import PrefixTree
@@ -58,11 +58,8 @@ def render_page(tree: PrefixTree, plan: Plan, *, title: str, decoder: Decoder | 
 
 
 def write_page(path: str | os.PathLike[str], page: str) -> None:
-    """Writes a page under a temporary name and renames it."""
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
+    """Writes a page under a temporary name and renames it; errors as of `harts.files.replacing`."""
+    write_text(path, page)
 
 
 def _asset(name: str) -> str:

@@ -1,0 +1,41 @@
+"""Files that appear whole or not at all."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+
+__all__ = ["replacing", "write_text"]
+
+
+@contextlib.contextmanager
+def replacing(path: str | PathLike[str]) -> Iterator[Path]:
+    """A temporary path beside `path`: what is written there takes the name `path` at the end, and goes on an error.
+
+    Raises:
+        ValueError: the folder does not exist, or `path` is a folder.
+        OSError: the file cannot be written; it names `path`, not the temporary one.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ValueError(f"{target}: expected a file in a folder that exists, came no folder {target.parent}; make it")
+    if target.is_dir():
+        raise ValueError(f"{target}: expected the name of a file, came a folder; name a file in it")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(target)
+    except OSError as error:
+        if error.filename is None or Path(error.filename) != temporary:
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    finally:
+        with contextlib.suppress(OSError):  # an error on the way out would hide the one that matters
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | PathLike[str], text: str) -> None:
+    """Writes UTF-8 text; errors as of `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
