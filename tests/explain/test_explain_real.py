@@ -50,6 +50,16 @@ def test_published_sizes_and_duplicates(data_dir: Path, name: str) -> None:
         assert report.misses == ()
 
 
+def test_the_bundled_tree_search() -> None:
+    """Needs no other data: the file lies beside the examples."""
+    report = _report(Path(__file__).parents[2] / "examples" / "data", "lats-webshop")
+    assert report.num_duplicates == 31
+    assert (report.sizes.calls, report.sizes.distinct_calls) == (96, 65)
+    assert (report.sizes.per_call, report.sizes.prefix, report.sizes.tree) == (112_672, 83_693, 11_859)
+    assert report.sizes_by_group.tree == 13_969
+    assert report.tree_mended == 6_441
+
+
 def test_one_character_of_the_system_prompt(data_dir: Path) -> None:
     report = _report(data_dir, "sweagent-demos")
     (miss,) = (one for one in report.misses if one.example.depth == 16 and one.kind == "one character")
