@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harts.explain import explain
 from harts.formats import from_lists, read
 from harts.formats.decoding import QwenDecoder
 from harts.plan import make_plan
 from harts.testing.workloads import workload
+from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 from harts.viz import render_page, write_page
 from harts.viz.page import _LEAST_TEXT, _TEXT_BUDGET
@@ -129,6 +131,15 @@ def test_rewards_stand_in_for_advantages_and_may_be_absent(tau_file: Path) -> No
     assert "Airline Agent Policy" in joined
     _, bare = _parse(_page(PrefixTree.build(from_lists([[1, 2]], [[0, 1]], id=["a"]))))
     assert (bare["trajectories"]["value"], bare["segments"]["text"]) == (None, ["1 2"])
+
+
+def test_the_three_sizes_are_the_doctors(tau_file: Path) -> None:
+    untrained = Trajectory(token_ids=np.arange(9, dtype=np.int32), loss_mask=np.zeros(9, np.bool_), id="untrained")
+    batch = [*read(tau_file, rows="turn", limit=30), untrained]
+    _, data = _parse(_page(PrefixTree.build(batch)))
+    sizes = explain(batch).sizes
+    assert data["sizes"] == {"calls": sizes.per_call, "prefix": sizes.prefix, "tree": sizes.tree}
+    assert sizes.per_call > sizes.prefix > sizes.tree
 
 
 def test_long_text_keeps_its_ends_and_says_what_is_missing() -> None:

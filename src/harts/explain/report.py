@@ -20,7 +20,7 @@ from harts.formats.decoding import Decoder
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
-__all__ = ["Group", "Report", "Sizes", "explain"]
+__all__ = ["Group", "Report", "Sizes", "explain", "sizes_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +166,11 @@ def explain(trajectories: Sequence[Trajectory], *, decoder: Decoder | None = Non
         tree_mended=build_tree(mended).num_rows,
         decoded=decoder is not None,
     )
+
+
+def sizes_of(tree: PrefixTree) -> Sizes:
+    """The sizes of all trajectories of a tree."""
+    return _Sizes(tree).of(range(tree.num_trajectories))
 
 
 class _Sizes:

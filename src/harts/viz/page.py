@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harts.explain.report import sizes_of
 from harts.files import write_text
 from harts.formats.decoding import Decoder
 from harts.plan import Plan
@@ -73,10 +74,10 @@ def _hash(text: str) -> str:
 def _data(tree: PrefixTree, plan: Plan, title: str, decoder: Decoder | None) -> dict[str, Any]:
     trained_T1 = np.append(0, np.cumsum(tree.trained_T))
     stop_S = tree.start_S + tree.length_S
-    prefix = PrefixTree.build(tree.trajectories, share="prefix").num_rows
+    sizes = sizes_of(tree)
     return {
         "title": title,
-        "sizes": {"calls": _tokens_of_calls(tree), "prefix": prefix, "tree": tree.num_rows},
+        "sizes": {"calls": sizes.per_call, "prefix": sizes.prefix, "tree": sizes.tree},
         "segments": {
             "parent": tree.parent_S.tolist(),
             "length": tree.length_S.tolist(),
@@ -110,16 +111,6 @@ def _data(tree: PrefixTree, plan: Plan, title: str, decoder: Decoder | None) -> 
         },
         "decoded": decoder is not None,
     }
-
-
-def _tokens_of_calls(tree: PrefixTree) -> int:
-    """Tokens of one row a model call: every trained span with all that stands before it."""
-    total = 0
-    for trajectory in tree.trajectories:
-        mask_L = trajectory.loss_mask
-        ends = np.flatnonzero(mask_L & ~np.append(mask_L[1:], False))
-        total += int((ends + 1).sum()) if len(ends) else len(trajectory)
-    return total
 
 
 def _values(tree: PrefixTree) -> dict[str, Any]:
