@@ -1,15 +1,18 @@
 """The timing core: arms run what they should, counts and limits are those of the cost model, bad input is refused."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import harts.testing.measure
+from harts.cost import CostModel
 from harts.flops import flops
 from harts.models import attach, tiny_model
 from harts.models.attach import find_backbone
-from harts.testing.measure import measure, prepare, run_step
+from harts.testing.measure import Batch, measure, prepare, run_step
 from harts.testing.workloads import workload
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
@@ -92,3 +95,22 @@ def test_bad_input(model: torch.nn.Module, trajectories: list[Trajectory]) -> No
     untrained = [dataclasses.replace(each, loss_mask=np.zeros(len(each), np.bool_)) for each in trajectories]
     with pytest.raises(ValueError, match="expected a trained token"):
         measure(model, untrained, token_budget=900)
+
+
+def test_log_probs_that_are_no_numbers_are_seen(
+    model: torch.nn.Module, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = harts.testing.measure.run_step
+
+    def broken(model: torch.nn.Module, batch: Batch, **settings: Any) -> torch.Tensor:
+        scores = plain(model, batch, **settings)
+        return scores * torch.nan if batch.tree.sharing > 1.5 else scores
+
+    monkeypatch.setattr(harts.testing.measure, "run_step", broken)
+    assert np.isnan(measure(model, trajectories, token_budget=2_000, turns=1).logprob_max_abs)
+
+
+def test_plans_balance_the_cost_model_that_is_given(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
+    cost_model = CostModel.from_config(find_backbone(model).config)
+    batch = prepare(trajectories, "tree", token_budget=400, cost_model=cost_model)
+    assert batch.plan.cost_model == cost_model

@@ -1,14 +1,18 @@
 """harts bench: how much faster is a tree than packed separate rows, and how much could it be?"""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from torch import nn
 
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype, vocabulary_of
+from harts.cost import CostModel, model_identity
 from harts.models import attach
+from harts.models.attach import find_backbone
 from harts.testing.measure import Arm, Clock, Measurement, measure
 from harts.testing.workloads import remap_vocabulary, workload
 from harts.trajectory import Trajectory
@@ -60,6 +64,9 @@ def bench(
         Clock, typer.Option(help="wall, or cpu: processor time of this process, on a CPU that others use too.")
     ] = "wall",
     merged: Annotated[bool, typer.Option(help="Time rows merged while one is a prefix of the next, too.")] = False,
+    cost_model: Annotated[
+        Path | None, typer.Option(help="Cost model of harts calibrate, of this very model, that plans balance.")
+    ] = None,
     model: Model = "tiny-qwen3.5",
     dtype: Annotated[DtypeChoice, typer.Option(help="Of the parameters.")] = "float32",
     device: Device = "cpu",
@@ -79,9 +86,8 @@ def bench(
     batches = []
     for name, given in options.parse_workloads(workloads):
         sizes = {**(_CPU_SIZES.get(name, {}) if on_cpu else {}), **given}
-        batch = workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)
-        _check_budget(name, batch, token_budget)
-        batches.append((name, sizes, batch))
+        batches.append((name, sizes, workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)))
+        _check_budget(name, batches[-1][2], token_budget)
     results: list[dict[str, Any]] = []
     with output.watch("bench") as tell:
         for name, sizes, batch in batches:
@@ -93,24 +99,21 @@ def bench(
                 token_budget=token_budget,
                 turns=turns,
                 arms=arms,
+                cost_model=None if cost_model is None else CostModel.load(cost_model, model=_identity(timed)),
                 clock=clock,
                 progress=lambda text, name=name: tell(f"{name}, {text}"),  # type: ignore[misc]
             )
             results.append(_result(name, sizes, measured, _TOLERANCE[dtype], vocabulary_of(timed)))
-    document = {
-        "model": model,
-        "dtype": dtype,
-        "device": device,
-        "scale": scale,
-        "token_budget": token_budget,
-        "turns": turns,
-        "clock": clock,
-        "ok": all(each["ok"] for each in results),
-        "workloads": results,
-    }
+    setting = {"model": model, "dtype": dtype, "device": device, "scale": scale, "token_budget": token_budget}
+    ok = all(each["ok"] for each in results)
+    document = {**setting, "turns": turns, "clock": clock, "ok": ok, "workloads": results}
     output.emit(document, as_json, lambda console: _render(console, document, results, merged))
-    if not document["ok"]:
+    if not ok:
         raise typer.Exit(1)
+
+
+def _identity(model: nn.Module) -> str:
+    return model_identity(find_backbone(model).config)
 
 
 def _check_budget(name: str, batch: Sequence[Trajectory], token_budget: int) -> None:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from harts.cost import Counts, count
+from harts.cost import CostModel, Counts, count
 from harts.flops import flop_limit, flops, forward_flops
 from harts.layout import PackedTree, pack
 from harts.models import logprobs
@@ -140,6 +140,7 @@ def measure(
     arms: Sequence[Arm] = ("rows", "tree"),
     kernels: Kernels | None = None,
     recompute: bool = False,
+    cost_model: CostModel | None = None,
     clock: Clock = "wall",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
@@ -153,6 +154,7 @@ def measure(
         arms: which to run, "rows" and "tree" among them.
         kernels: implementations of the ops.
         recompute: whether gradient checkpointing is switched on in the model, for the FLOP count.
+        cost_model: what the arms' plans balance; None: rows.
         clock: "wall", or "cpu" for the processor time of this process, all its threads together: on a CPU that other
             programs use too, with one thread, what the wall clock would show if they did not.
         progress: called with a line before each run.
@@ -168,62 +170,94 @@ def measure(
     if not any(each.loss_mask.any() for each in trajectories):
         raise ValueError("trajectories: expected a trained token, came none; there is nothing to time")
     now = _clock(clock, next(model.parameters()).device)
-    device = next(model.parameters()).device
-    seconds: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    prepared: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    batches: dict[Arm, Batch] = {}
-    found: dict[Arm, Tensor] = {}
-    peak: dict[Arm, int] = {}
+    runs: dict[Arm, _Runs] = {arm: _Runs() for arm in arms}
     for turn in range(-1, turns):
         for arm in arms if turn % 2 == 0 else tuple(reversed(arms)):
             progress(f"{arm}, {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}")
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            start = now()
-            batch = prepare(trajectories, ARMS[arm], token_budget=token_budget, device=device)
-            ready = now()
-            scores = run_step(model, batch, kernels=kernels, most=1 if turn < 0 else None)
-            stop = now()
-            if turn >= 0:
-                seconds[arm].append(stop - (start if arm == "tree" else ready))
-                prepared[arm].append(ready - start)
-                found[arm], batches[arm] = scores, batch
-                if device.type == "cuda":
-                    peak[arm] = torch.cuda.max_memory_allocated(device)
-            del batch
+            settings = {"token_budget": token_budget, "cost_model": cost_model}
+            _run(model, trajectories, arm, runs[arm], now, kernels, settings, warm_up=turn < 0)
     config = find_backbone(model).config
     counts = {arm: count(PrefixTree.build(trajectories, share=share)) for arm, share in ARMS.items()}
+    differences = [(each.scores - runs["rows"].scores).abs().max() for each in runs.values()]
     return Measurement(
         arms={
-            arm: ArmTimes(
-                seconds=tuple(seconds[arm]),
-                prepare_s=median(prepared[arm]),
-                counts=counts[arm],
-                flops=flops(config, counts[arm], recompute=recompute),
-                microbatches=len(batches[arm].packed),
-                recomputed_rows=batches[arm].plan.recomputed_rows,
-                replayed_rows=batches[arm].plan.replayed_rows,
-            )
-            for arm in arms
+            arm: each.times(counts[arm], flops(config, counts[arm], recompute=recompute)) for arm, each in runs.items()
         },
         flop_limit=flop_limit(config, counts["rows"], counts["tree"]),
         flop_limit_merged=flop_limit(config, counts["merged"], counts["tree"]),
         head_share=forward_flops(config).trained_rows
         * counts["tree"].trained_rows
         / flops(config, counts["tree"], backward=False),
-        logprob_max_abs=max(float((scores - found["rows"]).abs().max()) for scores in found.values()),
-        peak_bytes=peak,
+        logprob_max_abs=float(torch.stack(differences).max()),  # unlike Python's max, it lets NaN through
+        peak_bytes={arm: each.peak_bytes for arm, each in runs.items() if each.peak_bytes},
     )
 
 
+class _Runs:
+    """What the runs of one arm gave: times of all, the rest of the last one."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.prepared: list[float] = []
+        self.scores = torch.zeros(0)
+        self.peak_bytes = 0
+        self.microbatches = self.recomputed_rows = self.replayed_rows = 0
+
+    def times(self, counts: Counts, model_flops: float) -> ArmTimes:
+        return ArmTimes(
+            seconds=tuple(self.seconds),
+            prepare_s=median(self.prepared),
+            counts=counts,
+            flops=model_flops,
+            microbatches=self.microbatches,
+            recomputed_rows=self.recomputed_rows,
+            replayed_rows=self.replayed_rows,
+        )
+
+
+def _run(
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    arm: Arm,
+    runs: _Runs,
+    now: Callable[[], float],
+    kernels: Kernels | None,
+    settings: Mapping[str, Any],
+    *,
+    warm_up: bool,
+) -> None:
+    """Prepares and runs an arm once; a warm-up runs one microbatch and is not kept."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    start = now()
+    batch = prepare(trajectories, ARMS[arm], device=device, **settings)
+    ready = now()
+    scores = run_step(model, batch, kernels=kernels, most=1 if warm_up else None)
+    stop = now()
+    if warm_up:
+        return
+    runs.seconds.append(stop - (start if arm == "tree" else ready))
+    runs.prepared.append(ready - start)
+    runs.scores, runs.microbatches = scores, len(batch.packed)
+    runs.recomputed_rows, runs.replayed_rows = batch.plan.recomputed_rows, batch.plan.replayed_rows
+    if device.type == "cuda":
+        runs.peak_bytes = torch.cuda.max_memory_allocated(device)
+
+
 def prepare(
-    trajectories: Sequence[Trajectory], share: Share, *, token_budget: int, device: torch.device | str = "cpu"
+    trajectories: Sequence[Trajectory],
+    share: Share,
+    *,
+    token_budget: int,
+    cost_model: CostModel | None = None,
+    device: torch.device | str = "cpu",
 ) -> Batch:
     """Builds the tree, plans its microbatches and lays them out, with times."""
     start = time.perf_counter()
     tree = PrefixTree.build(trajectories, share=share)
     built = time.perf_counter()
-    plan = make_plan(tree, token_budget=token_budget)
+    plan = make_plan(tree, token_budget=token_budget, cost_model=cost_model)
     planned = time.perf_counter()
     packed = []
     for (microbatch,) in plan.microbatches:

@@ -103,7 +103,8 @@ def plan_step(
     for slot in plan.microbatches:
         indices = slot[replicas.rank].trajectories
         chosen = [trajectories[index] for index in indices] or [_DUMMY]
-        packed = pack(PrefixTree.build(chosen, share=share), device=device)
+        whole = len(indices) == len(trajectories)
+        packed = pack(tree if whole else PrefixTree.build(chosen, share=share), device=device)
         microbatches.append(Microbatch(indices, chosen, packed))
     return StepPlan(trajectories, tree, plan, microbatches, time.perf_counter() - start)
 
