@@ -1,19 +1,19 @@
 """The command line: one module a command, imported only when that command runs.
 
 `harts.cli.NAME` holds the function `NAME`. Results go to standard output (`--json`: one JSON document), everything else
-to standard error. Exit codes: 0 well; 1 a law does not hold; 2 bad input or usage; 130 interrupted.
+to standard error. Exit codes: 0 well; 1 a law does not hold; 2 bad input or usage; 130 interrupted; 141 the reader of
+the output went away (128 + SIGPIPE, as shells say it).
 """
 
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -31,7 +31,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench": "Time a tree against packed separate rows.",
     }
 )
-"""Commands and what `harts --help` says of them; one whose module is not there is left out."""
+"""Commands and what `harts --help` says of them."""
+
+_PIPE_CLOSED = 141
 
 
 class _LazyCommand(TyperCommand):
@@ -50,8 +52,7 @@ class _Commands(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for name, text in COMMANDS.items():
-            if importlib.util.find_spec(f"harts.cli.{name}") is not None:
-                self.add_command(_LazyCommand(name=name, callback=None, help=text))
+            self.add_command(_LazyCommand(name=name, callback=None, help=text))
 
 
 @contextmanager
@@ -65,11 +66,16 @@ def _exit_codes() -> Iterator[None]:
         complain("interrupted")
         raise typer.Exit(130) from None
     except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+        _leave_pipe()
     except (ValueError, OSError) as error:
         complain(str(error))
         raise typer.Exit(2) from None
+
+
+def _leave_pipe(*_: Any) -> NoReturn:
+    """Ends quietly: what is still to be flushed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(_PIPE_CLOSED)
 
 
 def _with_exit_codes(function: Callable[..., None]) -> Callable[..., None]:
@@ -101,4 +107,17 @@ def _harts(
 
 def main() -> None:
     """Entry point of the command `harts`."""
-    app()
+    from rich.console import Console
+
+    # Its own exits with 1, which says that a law does not hold.
+    Console.on_broken_pipe = _leave_pipe  # type: ignore[assignment, method-assign]
+    try:
+        app()
+    except SystemExit as end:
+        try:
+            sys.stdout.flush()  # short results are still in the buffer
+        except BrokenPipeError:
+            if not end.code:
+                _leave_pipe()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
