@@ -295,3 +295,18 @@ def test_no_color_codes_in_a_pipe(rollouts: Path) -> None:
     result = process("inspect", str(rollouts), env={**os.environ, "PYTHONIOENCODING": "utf-8"})
     assert result.returncode == 0
     assert "\x1b" not in result.stdout
+
+
+def test_check_says_which_default_workloads_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import harts.testing.real_rows as real_rows
+
+    monkeypatch.delenv("HARTS_DATA", raising=False)
+    monkeypatch.setattr(real_rows, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr("harts.cli.check.WORKLOADS", "thin:rows=8,mint:groups=1")
+    words = ["check", "--model", "tiny-llama", "--no-trees", "--json", "--workloads"]
+    left = CliRunner().invoke(app, [*words, "thin:rows=8,mint:groups=1"])
+    assert left.exit_code == 0, left.stderr
+    assert json.loads(left.stdout)["left_out"] == ["mint"]
+    named = CliRunner().invoke(app, [*words, "mint:groups=1"])
+    assert named.exit_code == 2
+    assert "mint.jsonl.gz" in named.stderr

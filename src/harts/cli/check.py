@@ -14,7 +14,7 @@ from harts.models import attach
 from harts.testing.compare import Comparison, compare
 from harts.testing.routes import RouteStability, has_routers, route_stability
 from harts.testing.trees import AWKWARD, random_trajectories
-from harts.testing.workloads import remap_vocabulary, workload
+from harts.testing.workloads import MissingData, remap_vocabulary, workload
 from harts.trajectory import Trajectory
 
 __all__ = ["check"]
@@ -59,11 +59,12 @@ def check(
     mixture of experts it is told how often a token's experts differ from those on packed rows. Without DATA, awkward
     trees, random trees and all workloads at a small scale are run. Exits with 1 if a law does not hold.
     """
+    left_out: list[str] = []
     if data:
         read = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
         batches: Batches = [(", ".join(map(str, data)), read)]
     else:
-        batches = _built_in(workloads, scale=scale, trees=trees, seed=seed, data_dir=data_dir)
+        batches, left_out = _built_in(workloads, scale=scale, trees=trees, seed=seed, data_dir=data_dir)
     compared: list[tuple[str, Comparison]] = []
     routed: list[RouteStability] = []
     with output.watch("check") as tell:
@@ -78,17 +79,19 @@ def check(
             compared.append((name, compare(tested, trajectories, seed=seed)))
             if dtype != "float64" and has_routers(tested):
                 routed.append(route_stability(attach(tested), trajectories))
-    document = _document(model, dtype, compared) | _routes(routed)
+    document = _document(model, dtype, compared) | _routes(routed) | {"left_out": left_out}
     output.emit(document, as_json, lambda console: _render(console, document, compared))
     if not document["ok"]:
         raise typer.Exit(1)
 
 
-def _built_in(workloads: str, *, scale: float, trees: bool, seed: int, data_dir: Any) -> Batches:
+def _built_in(workloads: str, *, scale: float, trees: bool, seed: int, data_dir: Any) -> tuple[Batches, list[str]]:
+    """Batches, and which of the default workloads were left out, as their data are not in this repository."""
     named = options.parse_workloads(workloads) if workloads.strip() else []
     if not trees and not named:
         raise ValueError("workloads: expected at least one without trees, came none; there is nothing to check")
     batches: Batches = []
+    left_out: list[str] = []
     for name, batch in AWKWARD.items() if trees else ():
         if name == "caterpillar":
             batches.append((f"awkward: {name}, first {_CATERPILLAR}", batch[:_CATERPILLAR]))
@@ -99,8 +102,13 @@ def _built_in(workloads: str, *, scale: float, trees: bool, seed: int, data_dir:
         batches.append((f"random: {index}", random_trajectories(rng, num_trajectories=4 + 4 * index, max_length=300)))
     for name, sizes in named:
         label = ":".join([name, *(f"{size}={value}" for size, value in sizes.items())])
-        batches.append((f"workload: {label}", workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)))
-    return batches
+        try:
+            batches.append((f"workload: {label}", workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)))
+        except MissingData:
+            if workloads != WORKLOADS:  # asked for by name
+                raise
+            left_out.append(name)
+    return batches, left_out
 
 
 def _document(model: str, dtype: str, compared: Sequence[tuple[str, Comparison]]) -> dict[str, Any]:
@@ -163,6 +171,9 @@ def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple
             "[green]ok[/]" if each.ok else "[bold red]fails[/]",
         )
     console.print(results)
+    if document["left_out"]:
+        names = ", ".join(document["left_out"])
+        console.print(f"\n[yellow]left out:[/] {names}: their data are not here; name their folder with --data-dir")
     console.print(
         f"\nLargest differences: log-prob {shown(document['logprob_max_abs'])}, entropy "
         f"{shown(document['entropy_max_abs'])}, gradient {shown(document['grad_max_rel'])} of its norm."

@@ -16,7 +16,7 @@ from harts.formats import iter_trajectories
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
-__all__ = ["read_real", "remap_vocabulary", "shrink"]
+__all__ = ["MissingData", "read_real", "remap_vocabulary", "shrink"]
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "ref_logprobs", "advantages", "merge_keys", "routes")
@@ -58,6 +58,10 @@ def read_real(
     return trajectories if scale == 1 else shrink(trajectories, scale)
 
 
+class MissingData(ValueError):
+    """The file of a real workload is not there."""
+
+
 def _find(name: str, files: Sequence[str], data_dir: str | PathLike[str] | None) -> Path:
     if data_dir is not None:
         places = [Path(data_dir)]
@@ -69,7 +73,7 @@ def _find(name: str, files: Sequence[str], data_dir: str | PathLike[str] | None)
         for file in files:
             if (place / file).is_file():
                 return place / file
-    raise ValueError(
+    raise MissingData(
         f"workload {name!r}: expected {' or '.join(files)} in {', '.join(map(str, places))}, found none; put the file "
         "there, or name its directory with data_dir (--data-dir) or the environment variable HARTS_DATA"
     )

@@ -15,10 +15,10 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.testing.real_rows import read_real, remap_vocabulary, shrink
+from harts.testing.real_rows import MissingData, read_real, remap_vocabulary, shrink
 from harts.trajectory import Trajectory
 
-__all__ = ["WORKLOADS", "Workload", "remap_vocabulary", "shrink", "workload"]
+__all__ = ["WORKLOADS", "MissingData", "Workload", "remap_vocabulary", "shrink", "workload"]
 
 Tokens = NDArray[np.int32]
 Piece = tuple[Tokens, bool]

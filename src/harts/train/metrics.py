@@ -2,10 +2,11 @@
 
 import json
 import math
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from harts.files import write_text
 
 __all__ = ["MetricsFile", "StepMetrics"]
 
@@ -82,9 +83,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, steps_done: int) -> None:
         self._path = path
         kept = [line for line in self._lines() if json.loads(line)["step"] <= steps_done]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, "".join(f"{line}\n" for line in kept))
 
     def append(self, metrics: StepMetrics) -> None:
         """Adds a record and flushes it."""

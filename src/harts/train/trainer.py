@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harts.cost import Coefficients, CostModel, count, model_identity
+from harts.files import write_text
 from harts.formats import check_vocabulary, read
 from harts.losses import fill_advantages, make_loss
 from harts.models import PRESETS, attach, recompute_activations, tiny_model
@@ -92,7 +92,7 @@ class Trainer:
         self.step = 0 if checkpoint is None else self._resume(checkpoint)
         if self.replicas.rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            _write_whole(self.out / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+            write_text(self.out / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
         self.metrics = (
             MetricsFile(self.out / "metrics.jsonl", steps_done=self.step) if self.replicas.rank == 0 else None
         )
@@ -367,9 +367,3 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
