@@ -98,7 +98,7 @@ def plan_step(
     tree = PrefixTree.build(trajectories, share=share)
     if plan is None:
         plan = make_plan(tree, token_budget=token_budget, num_replicas=replicas.size, cost_model=cost_model)
-        check_plan(tree, plan, share=share, thorough=False)
+        check_plan(tree, plan, share=share)
     microbatches = []
     for slot in plan.microbatches:
         indices = slot[replicas.rank].trajectories
