@@ -40,6 +40,7 @@ def test_one_json_document_and_progress_beside_it(toml: Path) -> None:
     assert document["first_look"]["logprob_max_abs"] < 1e-4
     assert document["first_look"]["speedup"] > 0
     assert "step 1/2" in result.stderr
+    assert "GFLOP/s" in result.stderr
 
 
 def test_a_finished_run_says_so_and_keeps_its_numbers(toml: Path) -> None:
@@ -82,6 +83,7 @@ def test_plan_and_calibrate_feed_train(toml: Path) -> None:
     balanced = call("train", toml, "--out", toml.parent / "timed", "--cost-model", cost, "--json", "--no-look")
     assert balanced.exit_code == 0, balanced.stderr
     assert json.loads(balanced.stdout)["first"]["predicted_unit"] == "seconds"
+    assert re.search(r"\d s, \d+\.\d\d s predicted", balanced.stderr)
     other = call(
         "train", toml, "--out", toml.parent / "other", "--cost-model", cost, "--json", "--data", plan.parent / "x"
     )

@@ -100,6 +100,11 @@ def _line(record: dict[str, Any], steps: int) -> str:
     parts.append(f"{record['tokens']:,} tokens in {record['unique_rows']:,} rows ({record['sharing']:.1f}x)")
     parts.append(f"{record['replayed_rows']:,} replayed, {record['trained_rows']:,} trained")
     parts.append(f"{record['rows_per_s']:,.0f} rows/s")
+    predicted, taken = record["predicted"], record["compute_seconds"]
+    if record["predicted_unit"] == "seconds":
+        parts.append(f"{taken:.2f} s, {predicted:.2f} s predicted")
+    elif record["predicted_unit"] == "flops":
+        parts.append(f"{predicted / taken / 1e9:,.0f} GFLOP/s")
     return "  ".join(parts)
 
 
