@@ -3,6 +3,7 @@
 A token is bytes, and a character can lie in several tokens; so pieces are bytes, and text is decoded only when joined.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from os import PathLike
@@ -32,15 +33,15 @@ _SPECIAL = {
 }
 
 
-class Decoder:
+class Decoder(ABC):
     """Bytes of tokens; a subclass says what one id is."""
 
     def __init__(self) -> None:
         self._known: dict[int, bytes] = {}
 
+    @abstractmethod
     def piece(self, token_id: int) -> bytes:
         """Bytes of one token; an id that the vocabulary does not have becomes `<id>`."""
-        raise NotImplementedError
 
     def pieces(self, token_ids: Ids) -> list[bytes]:
         """Bytes of each token."""

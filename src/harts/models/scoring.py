@@ -2,11 +2,11 @@
 
 from typing import Any, Literal, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harts.formats import check_vocabulary
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
 from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
@@ -164,17 +164,8 @@ def _check(model: nn.Module, backbone: Backbone, packed: PackedTree, weight_VD: 
         )
     _check_dropout(model)
     vocabulary = backbone.text.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    tree = packed.tree
-    if tree.token_ids_T.max() >= vocabulary:
-        for index, trajectory in enumerate(tree.trajectories):
-            outside = trajectory.token_ids >= vocabulary
-            if outside.any():
-                at = int(np.argmax(outside))
-                raise ValueError(
-                    f"trajectory {index} ({trajectory.name}), field token_ids: expected ids below {vocabulary}, the "
-                    f"model's vocabulary, came {trajectory.token_ids[at]} at position {at}; was it made with another "
-                    "tokenizer?"
-                )
+    if packed.tree.token_ids_T.max() >= vocabulary:
+        check_vocabulary(packed.tree.trajectories, vocabulary)
 
 
 def _check_dropout(model: nn.Module) -> None:
