@@ -131,7 +131,7 @@ def test_bad_input(model: torch.nn.Module, trajectories: list[Trajectory]) -> No
         compare(model, untrained)
     with pytest.raises(ValueError, match="dtype: expected float64, float32 or bfloat16"):
         compare(model, trajectories, dtype=torch.float16)
-    with pytest.raises(ValueError, match="expected ids below 10, the model's vocabulary"):
+    with pytest.raises(ValueError, match="expected ids below the vocabulary size 10"):
         compare(tiny_model("tiny-llama", vocab_size=10), trajectories)
     frozen = tiny_model("tiny-llama", vocab_size=AWKWARD_VOCAB).requires_grad_(False)
     with pytest.raises(ValueError, match="expected parameters that require a gradient"):
