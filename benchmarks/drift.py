@@ -135,6 +135,7 @@ def main() -> None:
     with all_fp64():
         result = drift(batches, len(vocabulary), options.steps, options.learning_rate)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    named = options.data.name if options.data.is_absolute() else options.data
     result |= {
         "data": options.data.name,
         "rows": len(trajectories),
@@ -145,7 +146,7 @@ def main() -> None:
             "transformers": transformers.__version__,
         },
         "commit": commit.stdout.strip(),
-        "command": f"python benchmarks/drift.py {options.data.name} --steps {options.steps}",
+        "command": f"python benchmarks/drift.py {named} --steps {options.steps}",
     }
     print(json.dumps(result))
 
