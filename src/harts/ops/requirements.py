@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,29 @@ from torch import Tensor
 __all__ = ["check_tensors", "has_triton", "require_triton"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class _Miscompiled:
+    """What versions of Triton, first to last, make wrong code of.
+
+    Attributes:
+        op: whose kernels.
+        capability: major compute capability of the GPUs.
+        gpu: their name.
+        good: the first version that is right again.
+    """
+
+    op: str
+    capability: int
+    gpu: str
+    first: tuple[int, int, int]
+    last: tuple[int, int, int]
+    good: str
+
+
+_MISCOMPILED = (_Miscompiled("gated_delta_rule", 9, "Hopper", (3, 4, 0), (3, 7, 0), "3.7.1"),)
+"""fla-core refuses the same versions for its gated backward kernels, which ours are like."""
 
 
 def has_triton() -> bool:
@@ -26,7 +50,8 @@ def require_triton(op: str, device: torch.device, *, impl: str = "triton", other
 
     Raises:
         ImportError: Triton is not installed.
-        ValueError: the tensors lie where Triton does not run.
+        ValueError: the tensors lie where Triton does not run, or this version of it makes wrong code of the op's
+            kernels for their GPU.
     """
     if not has_triton():
         raise ImportError(f"{op}: impl={impl!r} needs Triton; install it with: pip install 'harts[gpu]'")
@@ -34,6 +59,22 @@ def require_triton(op: str, device: torch.device, *, impl: str = "triton", other
         raise ValueError(
             f"{op}: impl={impl!r} expected tensors on a CUDA device, came {device}; move them, or choose impl={other!r}"
         )
+    if device.type == "cuda" and not interpreted():
+        _check_version(op, device, impl, other)
+
+
+def _check_version(op: str, device: torch.device, impl: str, other: str) -> None:
+    for wrong in _MISCOMPILED:
+        if op != wrong.op or torch.cuda.get_device_capability(device)[0] != wrong.capability:
+            continue
+        import triton
+
+        version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
+        if wrong.first <= version <= wrong.last:
+            raise ValueError(
+                f"{op}: impl={impl!r} expected a Triton that compiles it right for {wrong.gpu} GPUs, came "
+                f"{triton.__version__}; install it with: pip install 'triton>={wrong.good}', or choose impl={other!r}"
+            )
 
 
 def check_tensors(op: str, **tensors: Tensor | None) -> None:

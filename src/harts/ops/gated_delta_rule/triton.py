@@ -22,6 +22,7 @@ from harts.blocks import BLOCK
 from harts.layout import PackedTree
 from harts.ops.gated_delta_rule import blockwise, recurrence
 from harts.ops.gated_delta_rule.schedule import Order, Schedule, get_order, get_schedule
+from harts.ops.requirements import require_triton
 
 __all__ = [
     "Blocks",
@@ -369,7 +370,7 @@ def _device_of(x: Tensor) -> Any:
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedTree) -> None:
     """Refuses what the kernels cannot do, before any of them runs."""
     op = "gated_delta_rule, impl='triton'"
-    check_machine(q.device)
+    require_triton("gated_delta_rule", q.device)
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     for name, x in named.items():
         if x.device != packed.device:
@@ -395,24 +396,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: Pac
                 f"{op}: expected {name} with contiguous heads (strides {expected} behind the rows'), came strides "
                 f"{list(x.stride())}; call .contiguous()"
             )
-
-
-def check_machine(device: torch.device) -> None:
-    """Refuses a machine on which the kernels cannot run, or run wrong.
-
-    Raises:
-        ValueError: the device is no GPU, or its Triton is known to compile wrong code for it.
-    """
-    if INTERPRETED:
-        return
-    if device.type != "cuda":
-        raise ValueError(
-            f"impl='triton': expected tensors on a CUDA GPU, came {device}; move them there, or use impl='reference' "
-            "(TRITON_INTERPRET=1, set before the first import, runs the kernels on a CPU, slowly)"
-        )
-    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
-    if torch.cuda.get_device_capability(device)[0] == 9 and (3, 4, 0) <= version <= (3, 7, 0):
-        raise ValueError(
-            f"impl='triton': Triton {triton.__version__} miscompiles gated backward kernels on Hopper GPUs; install "
-            "triton==3.7.1"
-        )
