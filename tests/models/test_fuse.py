@@ -48,7 +48,7 @@ def test_every_norm_mlp_and_attention_is_swapped_and_swapped_back() -> None:
     fuse(model, impl="reference")
     kinds = [type(module).__name__ for module in model.modules()]
     for kind in ("RMSNorm", "RMSNormGated", "MLP", "Attention"):
-        assert before.count(f"Qwen3_5{kind}") == kinds.count(f"Fused{kind}") > 0
+        assert before.count(f"Qwen3_5{kind}") == kinds.count(f"FusedQwen3_5{kind}") > 0
     assert list(model.state_dict()) == names
     unfuse(model)
     assert [type(module).__name__ for module in model.modules()] == before
@@ -67,7 +67,7 @@ def test_plain_batches_still_run() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"call harts\.attach"):
         fuse(tiny_model("tiny-qwen3.5"))
-    with pytest.raises(ValueError, match="expected qwen3_5_text"):
+    with pytest.raises(ValueError, match="expected one of qwen3_5_text"):
         fuse(attach(tiny_model("tiny-llama")))
     with pytest.raises(ValueError, match="expected one of 'reference', 'triton'"):
         fuse(attach(tiny_model("tiny-qwen3.5")), impl="cuda")

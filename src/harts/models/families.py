@@ -21,16 +21,18 @@ class Family:
         mask: what to hand the backbone as `attention_mask` so that it builds none of its own.
         router: "module:Class" of the router of a mixture-of-experts layer, which gives (logits [T, experts], weights
             and indices [T, experts per token]); None without one.
+        fused: "module:NAME" of the classes, a tuple, that `harts.models.fuse` swaps in; None where nothing is fused.
     """
 
     attention: str
     linear_mixer: tuple[str, str] | None
     mask: Callable[[torch.device], Any]
     router: str | None = None
+    fused: str | None = None
 
     def attention_class(self) -> type[nn.Module]:
         """The class named by `attention`."""
-        return _load(self.attention)
+        return _load(self.attention)  # type: ignore[no-any-return]
 
     def linear_classes(self) -> tuple[type[nn.Module], type[nn.Module]] | None:
         """The classes named by `linear_mixer`: theirs and ours."""
@@ -40,10 +42,14 @@ class Family:
         """The class named by `router`."""
         return None if self.router is None else _load(self.router)
 
+    def fused_classes(self) -> dict[type[nn.Module], type[nn.Module]]:
+        """The classes named by `fused`, by those that they stand for."""
+        return {} if self.fused is None else {twin.stands_for: twin for twin in _load(self.fused)}
 
-def _load(path: str) -> type[nn.Module]:
+
+def _load(path: str) -> Any:
     module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), name)
 
 
 def _no_mask_per_layer_type(_: torch.device) -> dict[str, None]:
@@ -64,6 +70,7 @@ FAMILIES: dict[str, Family] = {
             f"{_MODELS}.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet",
             "harts.models.qwen3_5:TreeGatedDeltaNet",
         ),
+        fused="harts.models.qwen3_5:FUSED",
         mask=_no_mask_per_layer_type,
     ),
     "qwen3": Family(
@@ -79,6 +86,7 @@ FAMILIES: dict[str, Family] = {
             "harts.models.qwen3_5_moe:TreeGatedDeltaNet",
         ),
         router=f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeTopKRouter",
+        fused="harts.models.qwen3_5_moe:FUSED",
         mask=_no_mask_per_layer_type,
     ),
     "qwen3_next": Family(
@@ -88,12 +96,14 @@ FAMILIES: dict[str, Family] = {
             "harts.models.qwen3_next:TreeGatedDeltaNet",
         ),
         router=f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextTopKRouter",
+        fused="harts.models.qwen3_next:FUSED",
         mask=_no_mask_per_layer_type,
     ),
     "qwen3_moe": Family(
         attention=f"{_MODELS}.qwen3_moe.modeling_qwen3_moe:Qwen3MoeAttention",
         linear_mixer=None,
         router=f"{_MODELS}.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter",
+        fused="harts.models.qwen3_moe:FUSED",
         mask=_ready_made_mask,
     ),
 }

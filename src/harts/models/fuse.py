@@ -1,69 +1,105 @@
-"""Swaps norms, MLPs and gated attention of an attached model for versions of one kernel each, in place and reversibly.
+"""Swaps norms, MLPs, gated attention and experts of an attached model for fused ones, in place and reversibly.
 
-Shape suffixes: T rows, D channels, H query heads, G key heads.
+The classes here go before a transformers class in the bases of what takes its place; `harts.models.qwen3_5` and its
+like do so for each family.
+
+Shape suffixes: T rows of the tree, F rows with the dummy ones of `harts.models.row_floor`, D channels, H query heads,
+G key heads.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5Attention,
-    Qwen3_5MLP,
-    Qwen3_5RMSNorm,
-    Qwen3_5RMSNormGated,
-)
 
 from harts.layout import PackedTree
 from harts.models.attach import find_backbone
+from harts.models.row_floor import cut_rows, fill_rows
+from harts.models.families import FAMILIES
 from harts.models.twins import swap, swap_back
 from harts.ops import attention, fused
 from harts.ops.kernels import Kernels
 
-__all__ = ["fuse", "unfuse"]
+__all__ = [
+    "FusedAttention",
+    "FusedGatedNorm",
+    "FusedMLP",
+    "FusedNorm",
+    "FusedZeroCentredNorm",
+    "fuse",
+    "fused_impl",
+    "unfuse",
+]
 
 _IMPL = "_harts_fused_impl"
 
 
-class FusedRMSNorm(Qwen3_5RMSNorm):  # type: ignore[misc]
-    """Stands in for a `Qwen3_5RMSNorm`, whose parameter it shares."""
+def fused_impl(module: nn.Module) -> str:
+    """The `impl=` that `fuse` was called with."""
+    return vars(module)[_IMPL]  # type: ignore[no-any-return]
 
-    stands_for = Qwen3_5RMSNorm
+
+class FusedNorm(nn.Module):
+    """RMSNorm that multiplies by its weight."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        return fused.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon, impl=fused_impl(self))
+
+
+class FusedZeroCentredNorm(nn.Module):
+    """RMSNorm that multiplies by 1 + weight."""
+
+    weight: Tensor
+    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension."""
-        return fused.rms_norm(x, self.weight, eps=self.eps, zero_centred=True, impl=vars(self)[_IMPL])
+        return fused.rms_norm(x, self.weight, eps=self.eps, zero_centred=True, impl=fused_impl(self))
 
 
-class FusedRMSNormGated(Qwen3_5RMSNormGated):  # type: ignore[misc]
-    """Stands in for a `Qwen3_5RMSNormGated`, whose parameter it shares."""
+class FusedGatedNorm(nn.Module):
+    """RMSNorm behind which the gate of linear attention comes."""
 
-    stands_for = Qwen3_5RMSNormGated
+    weight: Tensor
+    variance_epsilon: float
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         """Normalises the last dimension, then multiplies by silu(gate)."""
         eps = self.variance_epsilon
-        return fused.gated_rms_norm(hidden_states, gate, self.weight, eps=eps, impl=vars(self)[_IMPL])
+        return fused.gated_rms_norm(hidden_states, gate, self.weight, eps=eps, impl=fused_impl(self))
 
 
-class FusedMLP(Qwen3_5MLP):  # type: ignore[misc]
-    """Stands in for a `Qwen3_5MLP`, whose projections it shares."""
+class FusedMLP(nn.Module):
+    """MLP gated by SiLU."""
 
-    stands_for = Qwen3_5MLP
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """The gated MLP of each row."""
-        middle = fused.swiglu(self.gate_proj(x), self.up_proj(x), impl=vars(self)[_IMPL])
+        middle = fused.swiglu(self.gate_proj(x), self.up_proj(x), impl=fused_impl(self))
         return self.down_proj(middle)  # type: ignore[no-any-return]
 
 
-class FusedAttention(Qwen3_5Attention):  # type: ignore[misc]
-    """Stands in for a `Qwen3_5Attention`, whose submodules it shares; without `packed=` it is that module."""
+class FusedAttention(nn.Module):
+    """Attention with an output gate in q's projection; without `packed=` it is the original."""
 
-    stands_for = Qwen3_5Attention
+    head_dim: int
+    scaling: float
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+    q_norm: Any
+    k_norm: Any
 
     def forward(
         self,
-        hidden_states: Tensor,  # [1, T, D]
+        hidden_states: Tensor,  # [1, F, D]
         position_embeddings: tuple[Tensor, Tensor],
         *args: Any,
         packed: PackedTree | None = None,
@@ -71,37 +107,35 @@ class FusedAttention(Qwen3_5Attention):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor | None]:
         """Runs on the rows of `packed`, heads of a row side by side throughout, so that nothing is transposed."""
         if packed is None:
-            return super().forward(hidden_states, position_embeddings, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(hidden_states, position_embeddings, *args, **kwargs)  # type: ignore[misc, no-any-return]
         kernels: Kernels = kwargs["kernels"]
-        impl = vars(self)[_IMPL]
-        hidden_TD = hidden_states[0]
-        cos_TR, sin_TR = (angle[0] for angle in position_embeddings)
-        q_THD, gate_THD = self.q_proj(hidden_TD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
-        k_TGD = self.k_proj(hidden_TD).unflatten(-1, (-1, self.head_dim))
+        impl = fused_impl(self)
+        rows, hidden_FD = packed.num_rows, hidden_states[0]
+        cos_FR, sin_FR = (angle[0] for angle in position_embeddings)
+        q_FHD, gate_FHD = self.q_proj(hidden_FD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+        k_FGD = self.k_proj(hidden_FD).unflatten(-1, (-1, self.head_dim))
         out_THD = attention(
-            fused.rotary(self.q_norm(q_THD), cos_TR, sin_TR, impl=impl),
-            fused.rotary(self.k_norm(k_TGD), cos_TR, sin_TR, impl=impl),
-            self.v_proj(hidden_TD).unflatten(-1, (-1, self.head_dim)),
+            cut_rows(fused.rotary(self.q_norm(q_FHD), cos_FR, sin_FR, impl=impl), rows),
+            cut_rows(fused.rotary(self.k_norm(k_FGD), cos_FR, sin_FR, impl=impl), rows),
+            cut_rows(self.v_proj(hidden_FD).unflatten(-1, (-1, self.head_dim)), rows),
             packed,
             scale=self.scaling,
             impl=kernels.attention,
             deterministic=kernels.deterministic,
         )
-        gated_THD = fused.sigmoid_gate(out_THD, gate_THD, impl=impl)
-        return self.o_proj(gated_THD.flatten(1)).unsqueeze(0), None
-
-
-_TWINS = (FusedRMSNorm, FusedRMSNormGated, FusedMLP, FusedAttention)
+        gated_FHD = fused.sigmoid_gate(fill_rows(out_THD, len(hidden_FD)), gate_FHD, impl=impl)
+        return self.o_proj(gated_FHD.flatten(1)).unsqueeze(0), None
 
 
 def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
-    """Makes a Qwen3.5 model's norms, gates, MLPs and rotary positions one kernel each; parameters keep their names.
+    """Makes a model's norms, gates, MLPs, rotary positions and experts few kernels each; parameters keep their names.
 
     Results differ from the unfused model's by rounding: steps between which transformers rounds to bf16 are computed
     in fp32. Opt-in, after `attach`, and the same for any layout; the model runs on plain batches too.
 
     Args:
-        model: a dense Qwen3.5 model that `attach` was called on, possibly wrapped by peft.
+        model: a model of the Qwen3.5, Qwen3.5-MoE, Qwen3-Next or Qwen3-MoE family that `attach` was called on, possibly
+            wrapped by peft.
         impl: `"triton"`: for a model on CUDA; `"reference"`: plain PyTorch with transformers' roundings.
 
     Returns:
@@ -114,9 +148,11 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
     backbone = find_backbone(model)
     if not backbone.attached:
         raise ValueError("model: not attached; call harts.attach(model) before fusing it")
-    if backbone.config.model_type != "qwen3_5_text" or backbone.config.hidden_act != "silu":
+    classes = backbone.family.fused_classes()
+    if not classes or backbone.config.hidden_act != "silu":
+        known = ", ".join(name for name, family in FAMILIES.items() if family.fused)
         raise ValueError(
-            f"model: expected qwen3_5_text with hidden_act 'silu' to fuse, came {backbone.config.model_type} with "
+            f"model: expected one of {known} with hidden_act 'silu' to fuse, came {backbone.config.model_type} with "
             f"{backbone.config.hidden_act!r}; it runs unfused"
         )
     if impl == "triton":
@@ -125,7 +161,7 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
         require_triton("fuse", next(backbone.text.parameters()).device)
     elif impl != "reference":
         raise ValueError(f"fuse: impl={impl!r} is not available; expected one of 'reference', 'triton'")
-    for twin in swap(backbone.text, {twin.stands_for: twin for twin in _TWINS}):
+    for twin in swap(backbone.text, classes):
         vars(twin)[_IMPL] = impl
     return model
 

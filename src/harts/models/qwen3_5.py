@@ -6,11 +6,18 @@ Shape suffixes: see `harts.models.gated_delta_net`.
 from typing import Any
 
 from torch import Tensor
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5Attention,
+    Qwen3_5GatedDeltaNet,
+    Qwen3_5MLP,
+    Qwen3_5RMSNorm,
+    Qwen3_5RMSNormGated,
+)
 
+from harts.models.fuse import FusedAttention, FusedGatedNorm, FusedMLP, FusedZeroCentredNorm
 from harts.models.gated_delta_net import TreeMixer
 
-__all__ = ["SeparateProjections", "TreeGatedDeltaNet"]
+__all__ = ["FUSED", "SeparateProjections", "TreeGatedDeltaNet"]
 
 
 class SeparateProjections(TreeMixer):
@@ -25,3 +32,31 @@ class SeparateProjections(TreeMixer):
 
 class TreeGatedDeltaNet(SeparateProjections, Qwen3_5GatedDeltaNet):  # type: ignore[misc]
     """Stands in for a `Qwen3_5GatedDeltaNet`."""
+
+
+class FusedQwen3_5RMSNorm(FusedZeroCentredNorm, Qwen3_5RMSNorm):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5RMSNorm`."""
+
+    stands_for = Qwen3_5RMSNorm
+
+
+class FusedQwen3_5RMSNormGated(FusedGatedNorm, Qwen3_5RMSNormGated):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5RMSNormGated`."""
+
+    stands_for = Qwen3_5RMSNormGated
+
+
+class FusedQwen3_5MLP(FusedMLP, Qwen3_5MLP):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5MLP`."""
+
+    stands_for = Qwen3_5MLP
+
+
+class FusedQwen3_5Attention(FusedAttention, Qwen3_5Attention):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5Attention`."""
+
+    stands_for = Qwen3_5Attention
+
+
+FUSED = (FusedQwen3_5RMSNorm, FusedQwen3_5RMSNormGated, FusedQwen3_5MLP, FusedQwen3_5Attention)
+"""What `harts.models.fuse` swaps in."""

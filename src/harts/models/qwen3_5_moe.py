@@ -1,11 +1,46 @@
 """The linear-attention mixer of Qwen3.5's mixture-of-experts models on a tree."""
 
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeAttention,
+    Qwen3_5MoeGatedDeltaNet,
+    Qwen3_5MoeMLP,
+    Qwen3_5MoeRMSNorm,
+    Qwen3_5MoeRMSNormGated,
+)
 
+from harts.models.fuse import FusedAttention, FusedGatedNorm, FusedMLP, FusedZeroCentredNorm
 from harts.models.qwen3_5 import SeparateProjections
 
-__all__ = ["TreeGatedDeltaNet"]
+__all__ = ["FUSED", "TreeGatedDeltaNet"]
 
 
 class TreeGatedDeltaNet(SeparateProjections, Qwen3_5MoeGatedDeltaNet):  # type: ignore[misc]
     """Stands in for a `Qwen3_5MoeGatedDeltaNet`."""
+
+
+class FusedQwen3_5MoeRMSNorm(FusedZeroCentredNorm, Qwen3_5MoeRMSNorm):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5MoeRMSNorm`."""
+
+    stands_for = Qwen3_5MoeRMSNorm
+
+
+class FusedQwen3_5MoeRMSNormGated(FusedGatedNorm, Qwen3_5MoeRMSNormGated):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5MoeRMSNormGated`."""
+
+    stands_for = Qwen3_5MoeRMSNormGated
+
+
+class FusedQwen3_5MoeMLP(FusedMLP, Qwen3_5MoeMLP):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5MoeMLP`."""
+
+    stands_for = Qwen3_5MoeMLP
+
+
+class FusedQwen3_5MoeAttention(FusedAttention, Qwen3_5MoeAttention):  # type: ignore[misc]
+    """Stands in for a `Qwen3_5MoeAttention`."""
+
+    stands_for = Qwen3_5MoeAttention
+
+
+FUSED = (FusedQwen3_5MoeRMSNorm, FusedQwen3_5MoeRMSNormGated, FusedQwen3_5MoeMLP, FusedQwen3_5MoeAttention)
+"""What `harts.models.fuse` swaps in."""

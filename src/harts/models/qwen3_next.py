@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextAttention,
+    Qwen3NextGatedDeltaNet,
+    Qwen3NextMLP,
+    Qwen3NextRMSNorm,
+    Qwen3NextRMSNormGated,
+)
 
+from harts.models.fuse import FusedAttention, FusedGatedNorm, FusedMLP, FusedZeroCentredNorm
 from harts.models.gated_delta_net import TreeMixer
 
-__all__ = ["TreeGatedDeltaNet"]
+__all__ = ["FUSED", "TreeGatedDeltaNet"]
 
 
 class TreeGatedDeltaNet(TreeMixer, Qwen3NextGatedDeltaNet):  # type: ignore[misc]
@@ -25,3 +32,31 @@ class TreeGatedDeltaNet(TreeMixer, Qwen3NextGatedDeltaNet):  # type: ignore[misc
         q, k, v, gate, b_1TG, a_1TG = mixer.fix_query_key_value_ordering(qkvz, ba)
         qkv_TC = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)[0]
         return qkv_TC, gate.reshape(-1, mixer.head_v_dim), b_1TG[0], a_1TG[0]
+
+
+class FusedQwen3NextRMSNorm(FusedZeroCentredNorm, Qwen3NextRMSNorm):  # type: ignore[misc]
+    """Stands in for a `Qwen3NextRMSNorm`."""
+
+    stands_for = Qwen3NextRMSNorm
+
+
+class FusedQwen3NextRMSNormGated(FusedGatedNorm, Qwen3NextRMSNormGated):  # type: ignore[misc]
+    """Stands in for a `Qwen3NextRMSNormGated`."""
+
+    stands_for = Qwen3NextRMSNormGated
+
+
+class FusedQwen3NextMLP(FusedMLP, Qwen3NextMLP):  # type: ignore[misc]
+    """Stands in for a `Qwen3NextMLP`."""
+
+    stands_for = Qwen3NextMLP
+
+
+class FusedQwen3NextAttention(FusedAttention, Qwen3NextAttention):  # type: ignore[misc]
+    """Stands in for a `Qwen3NextAttention`."""
+
+    stands_for = Qwen3NextAttention
+
+
+FUSED = (FusedQwen3NextRMSNorm, FusedQwen3NextRMSNormGated, FusedQwen3NextMLP, FusedQwen3NextAttention)
+"""What `harts.models.fuse` swaps in."""
