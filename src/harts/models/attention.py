@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harts.layout import PackedTree
+from harts.models.row_floor import cut_rows, fill_rows
 from harts.ops import attention
 from harts.ops.kernels import Kernels
 
@@ -28,7 +29,7 @@ def register(original: str) -> str:
 
     def tree_attention(
         module: nn.Module,
-        query: Tensor,  # [1, heads, T, size]
+        query: Tensor,  # [1, heads, F, size]: F rows, the T of the tree and dummy ones
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
@@ -39,7 +40,7 @@ def register(original: str) -> str:
     ) -> tuple[Tensor, Tensor | None]:
         if packed is None:
             return _original(original, module)(module, query, key, value, attention_mask, **kwargs)
-        q_THD, k_TGD, v_TGV = (x[0].transpose(0, 1) for x in (query, key, value))
+        q_THD, k_TGD, v_TGV = (cut_rows(x[0].transpose(0, 1), packed.num_rows) for x in (query, key, value))
         kernels = kernels or Kernels()
         out_THV = attention(
             q_THD,
@@ -50,7 +51,7 @@ def register(original: str) -> str:
             impl=kernels.attention,
             deterministic=kernels.deterministic,
         )
-        return out_THV.unsqueeze(0), None
+        return fill_rows(out_THV, query.shape[2]).unsqueeze(0), None
 
     AttentionInterface.register(name, tree_attention)
     if original in ALL_MASK_ATTENTION_FUNCTIONS:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from harts.layout import PackedTree
 from harts.models.attach import find_backbone
-from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.families import FAMILIES
+from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.twins import swap, swap_back
 from harts.ops import attention, fused
 from harts.ops.kernels import Kernels

@@ -1,6 +1,7 @@
 """The part that all gated delta rule mixers of transformers share, on a tree.
 
-Shape suffixes: T rows, D channels, C channels of q, k and v together, G value heads, V value size, X = T * G.
+Shape suffixes: T rows of the tree (in `project`, all it is given), F rows with the dummy ones of
+`harts.models.row_floor`, D channels, C channels of q, k and v together, G value heads, V value size, X = rows * G.
 """
 
 from abc import abstractmethod
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from harts.layout import PackedTree
+from harts.models.row_floor import cut_rows, fill_rows
 from harts.ops import causal_conv1d, gated_delta_rule
 from harts.ops.kernels import Kernels
 
@@ -30,16 +32,17 @@ class TreeMixer(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, *args: Any, packed: PackedTree | None = None, **kwargs: Any
-    ) -> Tensor:  # [1, T, D] -> [1, T, D]
+    ) -> Tensor:  # [1, F, D] -> [1, F, D]
         """Runs on the rows of `packed`; without it, as the original does."""
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
         kernels: Kernels = kwargs["kernels"]
         mixer: Any = self
-        rows = hidden_states.shape[1]
-        qkv_TC, gate_XV, b_TG, a_TG = self.project(hidden_states[0])
+        rows = packed.num_rows
+        qkv_FC, gate_XV, b_FG, a_FG = self.project(hidden_states[0])
+        b_TG, a_TG = cut_rows(b_FG, rows), cut_rows(a_FG, rows)
         qkv_TC = causal_conv1d(
-            qkv_TC,
+            cut_rows(qkv_FC, rows),
             mixer.conv1d.weight.squeeze(1),
             mixer.conv1d.bias,
             packed,
@@ -57,5 +60,6 @@ class TreeMixer(nn.Module):
             packed,
             impl=kernels.gated_delta_rule,
         )
-        normed_XV = mixer.norm(out_TGV.reshape(-1, mixer.head_v_dim), gate_XV)
-        return mixer.out_proj(normed_XV.view(1, rows, -1))  # type: ignore[no-any-return]
+        out_FGV = fill_rows(out_TGV, hidden_states.shape[1])
+        normed_XV = mixer.norm(out_FGV.reshape(-1, mixer.head_v_dim), gate_XV)
+        return mixer.out_proj(normed_XV.view(*hidden_states.shape[:2], -1))  # type: ignore[no-any-return]

@@ -4,7 +4,8 @@ A router only sees hidden states. So the token mixer of its layer, which sees th
 pass it belongs to for the router that runs after it, in the same thread: activation recomputation runs both again,
 perhaps in another thread, and gives the same experts. What a router summed is kept once, however often it runs.
 
-Shape suffixes: T rows, D channels, E experts, K experts per token, Y mixture-of-experts layers, U units.
+Shape suffixes: T rows of the tree, F rows with the dummy ones of `harts.models.row_floor`, D channels, E experts,
+K experts per token, Y mixture-of-experts layers, U units.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from harts.layout import PackedTree
+from harts.models.row_floor import cut_rows, fill_rows
 from harts.ops.moe import (
     CountedTokens,
     Layers,
@@ -128,6 +130,7 @@ class Routing:
 
     Attributes:
         config: what to take; None: nothing.
+        rows: T. Routers that get more run dummy rows behind them, which are routed, but not counted.
         place: decoder layer -> place among the mixture-of-experts layers.
         count: how often rows count; None without a config.
         forced_TYK: int64 [T, Y, K]: recorded experts in row order, -1 where the router chooses; None without any.
@@ -137,6 +140,7 @@ class Routing:
     """
 
     config: RouterConfig | None
+    rows: int
     place: Mapping[int, int]
     count: TokenCount | None
     forced_TYK: Tensor | None
@@ -148,25 +152,27 @@ class Routing:
     def route(
         self, layer: int, router: Any, hidden: Tensor, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the router of a decoder layer gives: (logits [T, E], weights [T, K], experts [T, K])."""
-        logits_TE, weight_TK, chosen_TK = output
+        """What the router of a decoder layer gives: (logits [F, E], weights [F, K], experts [F, K])."""
+        logits_FE, weight_FK, chosen_FK = output
         place = self.place[layer]
         self.ran.add(place)
         exact = self.config is not None and self.config.exact
         if exact:
             dtype = torch.promote_types(hidden.dtype, torch.float32)
-            logits_TE = linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), router.weight.to(dtype))
+            logits_FE = linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), router.weight.to(dtype))
         if exact or self.forced_TYK is not None:
-            probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float)
+            probs_FE = torch.softmax(logits_FE, dim=-1, dtype=torch.float)
             if exact:  # a stable sort puts the lower of two equal experts first
-                chosen_TK = probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, : chosen_TK.shape[1]]
+                chosen_FK = probs_FE.sort(dim=-1, descending=True, stable=True).indices[:, : chosen_FK.shape[1]]
             if self.forced_TYK is not None:
-                forced_TK = self.forced_TYK[:, place]
-                chosen_TK = torch.where(forced_TK >= 0, forced_TK, chosen_TK)
-            weight_TK = _weigh(probs_TE, chosen_TK, router).to(weight_TK.dtype)
+                forced_FK = fill_rows(self.forced_TYK[:, place], len(chosen_FK), value=-1)
+                chosen_FK = torch.where(forced_FK >= 0, forced_FK, chosen_FK)
+            weight_FK = _weigh(probs_FE, chosen_FK, router).to(weight_FK.dtype)
         if self.config is not None and self.count is not None:
-            self._keep(place, self.config, router_sums(logits_TE, chosen_TK, self.count), chosen_TK)
-        return logits_TE, weight_TK, chosen_TK
+            chosen_TK = cut_rows(chosen_FK, self.rows)
+            sums = router_sums(cut_rows(logits_FE, self.rows), chosen_TK, self.count)
+            self._keep(place, self.config, sums, chosen_TK)
+        return logits_FE, weight_FK, chosen_FK
 
     def _keep(self, place: int, config: RouterConfig, sums: RouterSums, chosen_TK: Tensor) -> None:
         """Recomputation sums again, as its graph must be the same, and what it sums is dropped here."""
@@ -238,7 +244,7 @@ def start_routing(
         mask_N = packed.loss_mask_N if config.tokens == "trained" else None
         count = count_tokens(packed, scope=config.scope, mask_N=mask_N)
         with_grad = torch.is_grad_enabled() and bool(config.balance_coefficient or config.z_coefficient)
-    return Routing(config, place, count, forced_TYK, with_grad)
+    return Routing(config, packed.num_rows, place, count, forced_TYK, with_grad)
 
 
 def _check_routes(packed: PackedTree, layers: int, num_experts: int, per_token: int) -> None:
@@ -252,12 +258,12 @@ def _check_routes(packed: PackedTree, layers: int, num_experts: int, per_token: 
             )
 
 
-def _weigh(probs_TE: Tensor, chosen_TK: Tensor, router: Any) -> Tensor:
+def _weigh(probs_FE: Tensor, chosen_FK: Tensor, router: Any) -> Tensor:
     """Weights of chosen experts: their probabilities, over their sum where the model does so."""
-    weight_TK = probs_TE.gather(1, chosen_TK)
+    weight_FK = probs_FE.gather(1, chosen_FK)
     if getattr(router, "norm_topk_prob", True):  # Qwen3.5 always does, and has no such option
-        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-    return weight_TK
+        weight_FK = weight_FK / weight_FK.sum(-1, keepdim=True)
+    return weight_FK
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from harts.formats import check_vocabulary
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
 from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
+from harts.models.row_floor import cut_rows, repeat_first
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
 from harts.ops.rows import gather_rows
@@ -121,9 +122,10 @@ def _start_routing(backbone: Backbone, packed: PackedTree, router: RouterConfig 
 
 def _run(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: Routing | None) -> Tensor:
     """Final hidden states of the rows, [T, D]."""
+    rows = max(packed.num_rows, kernels.min_rows)
     output = backbone.text(
-        input_ids=packed.token_ids_T.unsqueeze(0),
-        position_ids=packed.position_T.unsqueeze(0),
+        input_ids=repeat_first(packed.token_ids_T, rows).unsqueeze(0),
+        position_ids=repeat_first(packed.position_T, rows).unsqueeze(0),
         attention_mask=backbone.family.mask(packed.device),
         use_cache=False,
         packed=packed,
@@ -132,7 +134,7 @@ def _run(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: Rout
     )
     if routing is not None:
         routing.check_complete()
-    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+    return cut_rows(output.last_hidden_state[0], packed.num_rows)
 
 
 def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
