@@ -15,7 +15,16 @@ from harts.ops.dispatch import choose
 from harts.ops.fused import reference
 from harts.ops.requirements import check_tensors, require_triton
 
-__all__ = ["add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rotary", "sigmoid_gate", "swiglu"]
+__all__ = [
+    "add_rms_norm",
+    "gated_rms_norm",
+    "l2_norm",
+    "rms_norm",
+    "rotary",
+    "sigmoid_gate",
+    "swiglu",
+    "swiglu_halves",
+]
 
 
 def rms_norm(x_XD: Tensor, weight_D: Tensor, *, eps: float, zero_centred: bool = False, impl: str) -> Tensor:
@@ -65,6 +74,14 @@ def swiglu(gate_XD: Tensor, up_XD: Tensor, *, impl: str) -> Tensor:
     """silu(gate) * up; see `rms_norm` for `impl` and errors."""
     _check("swiglu", gate_XD, up=up_XD)
     return _choose("swiglu", impl, gate_XD)(gate_XD, up_XD)  # type: ignore[no-any-return]
+
+
+def swiglu_halves(gate_up_X2D: Tensor, *, impl: str) -> Tensor:
+    """silu(first half of the channels) * second half, [..., 2 D] -> [..., D]; see `rms_norm` for `impl` and errors."""
+    if gate_up_X2D.shape[-1] % 2:
+        raise ValueError(f"swiglu_halves: expected an even number of channels, came {list(gate_up_X2D.shape)}")
+    _check("swiglu_halves", gate_up_X2D)
+    return _choose("swiglu_halves", impl, gate_up_X2D)(gate_up_X2D)  # type: ignore[no-any-return]
 
 
 def sigmoid_gate(x_XD: Tensor, gate_XD: Tensor, *, impl: str) -> Tensor:

@@ -14,12 +14,17 @@ from torch.autograd.function import once_differentiable
 
 from harts.ops.fused.views import Rows
 
-__all__ = ["rotary_triton", "sigmoid_gate_triton", "swiglu_triton"]
+__all__ = ["rotary_triton", "sigmoid_gate_triton", "swiglu_halves_triton", "swiglu_triton"]
 
 
 def swiglu_triton(gate_XD: Tensor, up_XD: Tensor) -> Tensor:
     """See `harts.ops.fused.swiglu`."""
     return _Gate.apply(up_XD, gate_XD, True)  # type: ignore[no-any-return]
+
+
+def swiglu_halves_triton(gate_up_X2D: Tensor) -> Tensor:
+    """See `harts.ops.fused.swiglu_halves`."""
+    return _GateHalves.apply(gate_up_X2D)  # type: ignore[no-any-return]
 
 
 def sigmoid_gate_triton(x_XD: Tensor, gate_XD: Tensor) -> Tensor:
@@ -37,23 +42,55 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_XD: Tensor, gate_XD: Tensor, silu: bool) -> Tensor:
-        x, gate = Rows.of(x_XD), Rows.of(gate_XD)
-        y_XD = torch.empty(x_XD.shape, dtype=x_XD.dtype, device=x_XD.device)
-        _launch(_gate_forward, x, x_XD, (x.tensor, *x.strides, gate.tensor, *gate.strides, y_XD), SILU=silu)
-        ctx.save_for_backward(x.tensor, gate.tensor)
+        ctx.save_for_backward(x_XD, gate_XD)
         ctx.silu = silu
-        return y_XD
+        return _multiply(x_XD, gate_XD, silu)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor, Tensor, None]:
         x_XD, gate_XD = ctx.saved_tensors
-        x, gate, grad = Rows.of(x_XD), Rows.of(gate_XD), Rows.of(grad_XD)
         grad_x_XD = torch.empty(x_XD.shape, dtype=x_XD.dtype, device=x_XD.device)
         grad_gate_XD = torch.empty_like(grad_x_XD)
-        arguments = (x.tensor, *x.strides, gate.tensor, *gate.strides, grad.tensor, *grad.strides)
-        _launch(_gate_backward, x, x_XD, (*arguments, grad_x_XD, grad_gate_XD), SILU=ctx.silu)
+        _differentiate(x_XD, gate_XD, grad_XD, grad_x_XD, grad_gate_XD, ctx.silu)
         return grad_x_XD, grad_gate_XD, None
+
+
+class _GateHalves(torch.autograd.Function):
+    """silu(first half) second half; the gradients of both halves are written side by side, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_X2D: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_X2D)
+        gate_XD, up_XD = gate_up_X2D.chunk(2, -1)
+        return _multiply(up_XD, gate_XD, True)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_XD: Tensor) -> Tensor:
+        (gate_up_X2D,) = ctx.saved_tensors
+        gate_XD, up_XD = gate_up_X2D.chunk(2, -1)
+        both_X2D = torch.empty(gate_up_X2D.shape, dtype=grad_XD.dtype, device=grad_XD.device)
+        grad_gate_XD, grad_up_XD = both_X2D.chunk(2, -1)
+        _differentiate(up_XD, gate_XD, grad_XD, grad_up_XD, grad_gate_XD, True)
+        return both_X2D
+
+
+def _multiply(x_XD: Tensor, gate_XD: Tensor, silu: bool) -> Tensor:
+    x, gate = Rows.of(x_XD), Rows.of(gate_XD)
+    y_XD = torch.empty(x_XD.shape, dtype=x_XD.dtype, device=x_XD.device)
+    _launch(_gate_forward, x, x_XD, (x.tensor, *x.strides, gate.tensor, *gate.strides, y_XD), SILU=silu)
+    return y_XD
+
+
+def _differentiate(
+    x_XD: Tensor, gate_XD: Tensor, grad_XD: Tensor, grad_x_XD: Tensor, grad_gate_XD: Tensor, silu: bool
+) -> None:
+    """Fills the two gradients, whose rows lie at one distance."""
+    x, gate, grad = Rows.of(x_XD), Rows.of(gate_XD), Rows.of(grad_XD)
+    arguments = (x.tensor, *x.strides, gate.tensor, *gate.strides, grad.tensor, *grad.strides)
+    distance = grad_x_XD.stride(-2) if grad_x_XD.ndim > 1 else 0
+    _launch(_gate_backward, x, x_XD, (*arguments, grad_x_XD, grad_gate_XD, distance), SILU=silu)
 
 
 class _Rotary(torch.autograd.Function):
@@ -146,6 +183,7 @@ def _gate_backward(
     grad_inner_stride,
     grad_x_ptr,
     grad_gate_ptr,
+    distance,
     rows,
     size,
     SILU: tl.constexpr,
@@ -166,7 +204,7 @@ def _gate_backward(
     else:
         value = half
         slope = half * (1.0 - half)
-    place = row[:, None] * size + column[None, :]
+    place = row[:, None] * distance + column[None, :]
     tl.store(grad_x_ptr + place, (grad * value).to(grad_x_ptr.dtype.element_ty), mask=inside)
     tl.store(grad_gate_ptr + place, (grad * x * slope).to(grad_gate_ptr.dtype.element_ty), mask=inside)
 

@@ -14,6 +14,7 @@ __all__ = [
     "rms_norm_reference",
     "rotary_reference",
     "sigmoid_gate_reference",
+    "swiglu_halves_reference",
     "swiglu_reference",
 ]
 
@@ -48,6 +49,12 @@ def l2_norm_reference(x_XD: Tensor, eps: float) -> Tensor:
 
 def swiglu_reference(gate_XD: Tensor, up_XD: Tensor) -> Tensor:
     """The middle of Qwen3_5MLP."""
+    return silu(gate_XD) * up_XD
+
+
+def swiglu_halves_reference(gate_up_X2D: Tensor) -> Tensor:
+    """The middle of an expert, whose gate and up projection are one."""
+    gate_XD, up_XD = gate_up_X2D.chunk(2, -1)
     return silu(gate_XD) * up_XD
 
 

@@ -1,10 +1,12 @@
-"""Statistics of mixture-of-experts routers on a tree: every token of every trajectory counts, every row runs once.
+"""Mixtures of experts on a tree: every row runs once, every token of every trajectory counts.
 
-A row counts as often as trajectories of its microbatch pass through it. All are pure functions of router logits, of the
-experts chosen, and of how often rows count.
+`run_experts` and `router_logits` are functions of single rows and know no tree. The statistics of routers count a row
+as often as trajectories of its microbatch pass through it: pure functions of router logits, of the experts chosen, and
+of how often rows count.
 """
 
 from harts.ops.moe.counting import RouterSums, Scope, TokenCount, count_tokens, router_sums
+from harts.ops.moe.experts import run_experts
 from harts.ops.moe.losses import (
     CountedTokens,
     Layers,
@@ -16,6 +18,7 @@ from harts.ops.moe.losses import (
     max_violation,
     router_z_loss,
 )
+from harts.ops.moe.router import router_logits, router_logits_reference
 
 __all__ = [
     "CountedTokens",
@@ -30,6 +33,9 @@ __all__ = [
     "load_balancing_loss",
     "loss_free_bias",
     "max_violation",
+    "router_logits",
+    "router_logits_reference",
     "router_sums",
     "router_z_loss",
+    "run_experts",
 ]
