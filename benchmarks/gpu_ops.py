@@ -19,7 +19,7 @@ from harts.layout import PackedTree, pack
 from harts.ops import attention, causal_conv1d, fused, row_logprobs
 from harts.ops.attention.fa4 import has_fa4
 from harts.ops.rows import group_rows, segment_sum
-from harts.testing.gpu_step import environment
+from harts.testing.environment import environment
 from harts.testing.workloads import workload
 from harts.tree import PrefixTree
 

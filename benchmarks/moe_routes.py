@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from harts.ops.kernels import Kernels
-from harts.testing.gpu_step import environment
+from harts.testing.environment import environment
 from harts.testing.routes import route_stability
 from harts.testing.shapes import build_model
 from harts.testing.workloads import remap_vocabulary, workload

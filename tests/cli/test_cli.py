@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from harts.cli import COMMANDS, app
 from harts.cli.options import parse_workloads
-from harts.formats import read
+from harts.formats import read, write
 from harts.testing.trees import AWKWARD
+from harts.testing.workloads import workload
 from harts.tree import PrefixTree
 
 TAU = Path(__file__).parents[2] / "examples" / "data" / "tau-airline.jsonl.gz"
@@ -102,6 +104,8 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
         (["check", "--no-trees", "--workloads", "mint", "--data-dir", "no-such"], "mint.jsonl.gz in no-such"),
         (["bench", "--workloads", "star3", "--token-budget", "100"], "token_budget: expected at least"),
         (["bench", "--turns", "0"], "turns"),
+        (["bench", "--arms", "rows,trees"], "arms: expected some of rows, merged, tree, shuffled, plain"),
+        (["bench", "--model", "qwen3.5-4b", "--device", "cuda:99"], "device"),
     ],
 )
 def test_bad_usage_exits_with_2(arguments: list[str], message: str) -> None:
@@ -255,33 +259,65 @@ QUICK = ("bench", "--workloads", "star3", "--scale", "0.01", "--turns", "2", "--
 
 
 def test_bench_reports_what_others_script_against(small_model: None) -> None:
-    document = run(*QUICK, "--merged", "--json")
+    document = run(*QUICK, "--arms", "rows,merged,tree", "--json")
     (entry,) = document["workloads"]
     assert entry["workload"] == "star3"
-    assert entry["efficiency"] == pytest.approx(entry["speedup"] / entry["flop_limit"])
-    assert 3 < entry["flop_limit"] < 7
-    assert entry["rows_s"] > 0
-    assert entry["tree_s"] > 0
+    assert entry["efficiency"]["rows"] == pytest.approx(entry["speedup"]["rows"] / entry["flop_limit"]["rows"])
+    assert 3 < entry["flop_limit"]["rows"] < 7
+    assert all(arm["median_s"] > 0 for arm in entry["arms"].values())
     assert entry["arms"]["rows"]["microbatches"] > entry["arms"]["tree"]["microbatches"]
     assert entry["arms"]["merged"]["rows"] == entry["arms"]["rows"]["rows"]  # no row of a star continues another
-    assert entry["logprob_max_abs"] < 1e-5
+    assert entry["arms"]["tree"]["logprob_max_abs"] < 1e-5
+    assert entry["arms"]["tree"]["compared_with"] == "rows"
+    assert entry["machine"]["torch"] == torch.__version__
 
 
 def test_bench_shows_a_table(small_model: None) -> None:
-    shown = run(*QUICK[:-2], "--merged").stdout
+    shown = run(*QUICK[:-2], "--arms", "rows,merged,tree,plain").stdout
     assert "star3" in shown
     assert "FLOP limit" in shown
-    assert "Over rows merged" in shown
+    assert shown.count("merged") == shown.count("plain") == 2
 
 
 def test_bench_shows_no_speed_where_the_arms_differ(small_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = importlib.import_module("harts.cli.bench")
-    monkeypatch.setattr(command, "_TOLERANCE", {"float32": -1.0})
+    command = importlib.import_module("harts.cli.bench_report")
+    monkeypatch.setattr(command, "TOLERANCE", {"float32": -1.0})
     document = run(*QUICK, "--json", code=1)
     (entry,) = document["workloads"]
     assert document["ok"] is False
-    assert entry["speedup"] is None
+    assert entry["speedup"]["rows"] is None
+    assert entry["arms"]["tree"]["seconds"] is None
     assert "no speed is shown" in run(*QUICK, code=1).stdout
+
+
+def test_bench_takes_up_where_it_stopped(small_model: None, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    first = run(*QUICK, "--out", str(out), "--json")
+    kept = out.read_text()
+    again = run(*QUICK, "--out", str(out), "--json")
+    assert again["workloads"] == first["workloads"]
+    assert out.read_text() == kept
+    run(*QUICK, "--arms", "tree", "--turns", "1", "--out", str(out), "--json")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["measured"] for line in lines] == [["rows", "tree"], ["tree"]]
+    assert all(line["whole"] for line in lines)
+    out.write_text("[1]\n")
+    result = CliRunner().invoke(app, [*QUICK, "--out", str(out)])
+    assert result.exit_code == 2
+    assert "line 1: expected a JSON object" in result.stderr
+
+
+def test_bench_times_data_and_gradients(small_model: None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    write(path, workload("star3", scale=0.01))
+    (entry,) = run("bench", str(path), "--turns", "1", "--token-budget", "900", "--json")["workloads"]
+    assert (entry["workload"], entry["scale"]) == ("mine", 1.0)
+    assert entry["speedup"]["rows"] > 0
+    options = ("--gradients", "--dtype", "bfloat16", "--layers", "2")
+    (entry,) = run("bench", str(path), "--token-budget", "900", *options, "--json")["workloads"]
+    assert entry["layers"] == 2
+    assert 0.5 < entry["gradients"]["ratio_median"] < 2
+    assert "worst parameter" in run("bench", str(path), "--token-budget", "900", *options).stdout
 
 
 def test_workload_sizes_on_the_command_line() -> None:

@@ -12,7 +12,8 @@ from harts.cost import CostModel
 from harts.flops import flops
 from harts.models import attach, tiny_model
 from harts.models.attach import find_backbone
-from harts.testing.measure import Batch, measure, prepare, run_step
+from harts.testing.arms import Batch, Setting, prepare, run_step
+from harts.testing.measure import measure
 from harts.testing.workloads import workload
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
@@ -33,7 +34,7 @@ def test_measure_counts_what_ran(model: torch.nn.Module, trajectories: list[Traj
     measured = measure(
         model,
         trajectories,
-        token_budget=900,
+        Setting(token_budget=900),
         turns=2,
         clock="cpu",
         arms=("rows", "merged", "tree"),
@@ -47,54 +48,59 @@ def test_measure_counts_what_ran(model: torch.nn.Module, trajectories: list[Traj
     assert 0 < measured.head_share < 1
     assert rows.microbatches > tree.microbatches == 1
     assert (tree.recomputed_rows, rows.replayed_rows) == (0, 0)
-    assert measured.logprob_max_abs < 1e-12
+    assert all(arm.logprob_max_abs < 1e-12 for arm in measured.arms.values())
+    assert {arm.compared_with for arm in measured.arms.values()} == {"rows"}
+    assert all(arm.same_again for arm in measured.arms.values())
     assert len(rows.seconds) == len(tree.seconds) == 2
     ratios = [a / b for a, b in zip(rows.seconds, tree.seconds, strict=True)]
     assert measured.speedup() == pytest.approx(np.median(ratios))
-    assert measured.efficiency == pytest.approx(measured.speedup() / measured.flop_limit)
+    assert measured.efficiency() == pytest.approx(measured.speedup() / measured.flop_limit)
     # alternating order, the warm-up aside
     assert [line.split(",")[0] for line in lines[3:]] == ["rows", "merged", "tree", "tree", "merged", "rows"]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_cut_trees_give_the_same_log_probs(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
-    whole = run_step(model, prepare(trajectories, "tree", token_budget=2_000))
-    cut = prepare(trajectories, "tree", token_budget=400)
+    whole = run_step(model, prepare(trajectories, "tree", Setting(token_budget=2_000)))
+    cut = prepare(trajectories, "tree", Setting(token_budget=400))
     assert len(cut.packed) > 1
     assert cut.plan.recomputed_rows > 0
     assert torch.allclose(run_step(model, cut), whole, rtol=0, atol=1e-12)
-    assert torch.allclose(run_step(model, prepare(trajectories, "none", token_budget=400)), whole, rtol=0, atol=1e-12)
+    assert torch.allclose(
+        run_step(model, prepare(trajectories, "rows", Setting(token_budget=400))), whole, rtol=0, atol=1e-12
+    )
 
 
 def test_gradients_are_those_of_the_mean_log_prob(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
-    seen: dict[str, list[float]] = {}
+    seen: dict[str, torch.Tensor] = {}
     parameter = find_backbone(model).head.weight
-    for name, share, budget in [("rows", "none", 400), ("tree", "tree", 400), ("whole", "tree", 2_000)]:
-        batch = prepare(trajectories, share, token_budget=budget)  # type: ignore[arg-type]
-        grads: list[torch.Tensor] = []
-        hook = parameter.register_post_accumulate_grad_hook(lambda p, grads=grads: grads.append(p.grad.clone()))
-        run_step(model, batch)
-        hook.remove()
-        seen[name] = grads[-1]
+    model.zero_grad(set_to_none=True)
+    for name, arm, budget in [("rows", "rows", 400), ("tree", "tree", 400), ("whole", "tree", 2_000)]:
+        run_step(model, prepare(trajectories, arm, Setting(token_budget=budget)))  # type: ignore[arg-type]
+        assert parameter.grad is not None
+        seen[name] = parameter.grad.clone()
+        model.zero_grad(set_to_none=True)
     assert torch.allclose(seen["rows"], seen["tree"], rtol=1e-9, atol=1e-15)
     assert torch.allclose(seen["whole"], seen["tree"], rtol=1e-9, atol=1e-15)
 
 
 def test_bad_input(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
-    with pytest.raises(ValueError, match="arms 'rows', 'tree'"):
-        measure(model, trajectories, token_budget=900, arms=("tree",))
+    setting = Setting(token_budget=900)
+    for bad in ((), ("trees",), ("tree", "tree")):
+        with pytest.raises(ValueError, match="arms of rows, merged, tree, shuffled, plain"):
+            measure(model, trajectories, setting, arms=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="turns >= 1"):
-        measure(model, trajectories, token_budget=900, turns=0)
-    on_meta = attach(tiny_model("tiny-llama")).to("meta")
+        measure(model, trajectories, setting, turns=0)
+    on_meta = tiny_model("tiny-llama").to("meta")
     with pytest.raises(ValueError, match="clock: expected 'wall' for a model on meta"):
-        measure(on_meta, trajectories, token_budget=900, clock="cpu")
+        measure(on_meta, trajectories, setting, clock="cpu")
     with pytest.raises(ValueError, match="token_budget: expected at least 154"):
-        measure(model, trajectories, token_budget=100)
-    with pytest.raises(ValueError, match="not attached"):
-        measure(tiny_model("tiny-qwen3.5", vocab_size=1024), trajectories, token_budget=900)
+        measure(model, trajectories, Setting(token_budget=100))
+    with pytest.raises(ValueError, match="LinearLike is not supported"):
+        measure(type("LinearLike", (torch.nn.Linear,), {})(2, 2), trajectories, setting)
     untrained = [dataclasses.replace(each, loss_mask=np.zeros(len(each), np.bool_)) for each in trajectories]
     with pytest.raises(ValueError, match="expected a trained token"):
-        measure(model, untrained, token_budget=900)
+        measure(model, untrained, setting)
 
 
 def test_log_probs_that_are_no_numbers_are_seen(
@@ -107,10 +113,37 @@ def test_log_probs_that_are_no_numbers_are_seen(
         return scores * torch.nan if batch.tree.sharing > 1.5 else scores
 
     monkeypatch.setattr(harts.testing.measure, "run_step", broken)
-    assert np.isnan(measure(model, trajectories, token_budget=2_000, turns=1).logprob_max_abs)
+    measured = measure(model, trajectories, Setting(token_budget=2_000), turns=1)
+    assert np.isnan(measured.arms["tree"].logprob_max_abs)
+    assert measured.arms["rows"].logprob_max_abs == 0
 
 
 def test_plans_balance_the_cost_model_that_is_given(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
     cost_model = CostModel.from_config(find_backbone(model).config)
-    batch = prepare(trajectories, "tree", token_budget=400, cost_model=cost_model)
+    batch = prepare(trajectories, "tree", Setting(token_budget=400, cost_model=cost_model))
     assert batch.plan.cost_model == cost_model
+
+
+def test_a_long_arm_has_one_turn_and_one_that_would_not_fit_none(
+    model: torch.nn.Module, trajectories: list[Trajectory]
+) -> None:
+    setting = Setting(token_budget=900)
+    parts: list[Any] = []
+    once = measure(model, trajectories, setting, turns=3, once_above=0.0, keep=parts.append)
+    assert [len(each.seconds) for each in once.arms.values()] == [1, 1]
+    assert once.arms["tree"].same_again is None
+    assert once.speedup() == pytest.approx(once.arms["rows"].median_s / once.arms["tree"].median_s)
+    assert [list(part.arms) for part in parts] == [["rows"], ["rows", "tree"]]
+    none = measure(model, trajectories, setting, turns=1, seconds=-1.0)
+    assert (none.arms, none.left_out, none.speedup()) == ({}, ("rows", "tree"), None)
+
+
+def test_where_merging_merges_nothing_merged_rows_are_rows(
+    model: torch.nn.Module, trajectories: list[Trajectory]
+) -> None:
+    measured = measure(model, trajectories, Setting(token_budget=900), turns=1)
+    assert measured.speedup("merged") == measured.speedup("rows")
+    whole = trajectories[0]
+    start = dataclasses.replace(whole, token_ids=whole.token_ids[:-1], loss_mask=whole.loss_mask[:-1], advantages=None)
+    nested = [*trajectories[:2], start]
+    assert measure(model, nested, Setting(token_budget=900), turns=1).speedup("merged") is None

@@ -1,23 +1,35 @@
-"""harts bench: how much faster is a tree than packed separate rows, and how much could it be?"""
+"""harts bench: how much faster is a tree than packed separate rows, and how near is that to the limit?"""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from torch import nn
 
 from harts.cli import options, output
+from harts.cli.bench_report import Records, render, report
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype, vocabulary_of
-from harts.cost import CostModel, model_identity
-from harts.models import attach
+from harts.cost import CostModel, count, model_identity
 from harts.models.attach import find_backbone
-from harts.testing.measure import Arm, Clock, Measurement, measure
-from harts.testing.workloads import remap_vocabulary, workload
+from harts.models.device import to_device
+from harts.ops.kernels import Kernels
+from harts.testing.arms import ARMS, Arm, Setting, prepare, run_step, set_up
+from harts.testing.environment import environment, profiled
+from harts.testing.gradients import gradient_errors
+from harts.testing.measure import Clock, measure
+from harts.testing.shapes import SHAPES, build_model
+from harts.testing.workloads import remap_vocabulary, shrink, workload
 from harts.trajectory import Trajectory
+from harts.tree import PrefixTree
 
 __all__ = ["bench"]
+
+WORKLOADS = "tau,star3,think,flat,thin"
 
 MODEL: Mapping[str, Any] = {
     "hidden_size": 256,
@@ -45,32 +57,87 @@ _CPU_SIZES: Mapping[str, Mapping[str, int]] = {
     "toolbench": {"groups": 4},
     "openhands": {"groups": 1},
 }
-"""On a CPU, so that separate rows take a minute and not ten; sizes given on the command line come first."""
+_GPU_SIZES: Mapping[str, Mapping[str, int]] = {"think": {"rollouts": 4}, "swe": {"rollouts": 2, "turns": 30}}
+"""Sizes so that separate rows take a minute or two; sizes given on the command line come first."""
 
-_TOLERANCE: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.2}
-"""Largest difference of log-probs (nats) between arms with which times are shown. `harts check` measures the rest."""
+_CPU_BUDGET, _GPU_BUDGET = 8_192, 65_536
+
+_Workloads = Annotated[
+    str, typer.Option(help="Without DATA: NAME or NAME:SIZE=NUMBER, commas between; see harts.testing.workloads.")
+]
+_Scale = Annotated[
+    float | None, typer.Option(help="Factor on their lengths; 0.1 on a CPU and 1 elsewhere.", show_default=False)
+]
+_TokenBudget = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most rows of a microbatch, in every arm; 8192, on a GPU the tree's.", show_default=False),
+]
+_Turns = Annotated[int, typer.Option(min=1, help="How often each arm is timed, in turn.")]
+_Arms = Annotated[str, typer.Option(help="Commas between: rows, merged, tree, shuffled, plain (no HARTS).")]
+_OnceAbove = Annotated[float, typer.Option(help="An arm whose turn takes more seconds than this has only one.")]
+_Seconds = Annotated[float, typer.Option(help="Leave out what would not end in this time.")]
+_ClockChoice = Annotated[
+    Clock, typer.Option(help="wall, or cpu: processor time of this process, on a CPU that others use too.")
+]
+_Recompute = Annotated[
+    bool | None,
+    typer.Option("--recompute/--no-recompute", help="Of activations; yes on a GPU.", show_default=False),
+]
+_Fuse = Annotated[
+    bool | None,
+    typer.Option("--fuse/--no-fuse", help="Norms, MLPs, gates; on a GPU where possible.", show_default=False),
+]
+_Deterministic = Annotated[bool, typer.Option(help="Gradients have the same bits in every run.")]
+_Gradients = Annotated[bool, typer.Option(help="Errors of bf16 gradients against fp32 instead of times.")]
+_CostModelFile = Annotated[
+    Path | None, typer.Option(help="Cost model of harts calibrate, of this very model, that plans balance.")
+]
+_Layers = Annotated[int | None, typer.Option(min=1, help="Of a preset or shape.", show_default=False)]
+_Dtype = Annotated[
+    DtypeChoice | None, typer.Option(help="Of the parameters; float32, on a GPU bfloat16.", show_default=False)
+]
+_Seed = Annotated[int, typer.Option(help="Of synthetic workloads.")]
+_Out = Annotated[
+    Path | None, typer.Option(help="Add a JSON line per workload; lines of this setting are not measured again.")
+]
+_Profile = Annotated[Path | None, typer.Option(help="Also write here which kernels a step on the tree spends time in.")]
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What is timed: a workload, or the user's data."""
+
+    name: str
+    sizes: Mapping[str, int]
+    trajectories: Sequence[Trajectory]
 
 
 def bench(
-    workloads: Annotated[
-        str, typer.Option(help="NAME or NAME:SIZE=NUMBER, commas between; see harts.testing.workloads.")
-    ] = "tau,star3,think,flat,thin",
-    scale: Annotated[
-        float | None, typer.Option(help="Factor on their lengths; 0.1 on a CPU and 1 elsewhere.", show_default=False)
-    ] = None,
-    token_budget: Annotated[int, typer.Option(min=1, help="Most rows of a microbatch, in every arm.")] = 8192,
-    turns: Annotated[int, typer.Option(min=1, help="How often each arm is timed, in turn.")] = 3,
-    clock: Annotated[
-        Clock, typer.Option(help="wall, or cpu: processor time of this process, on a CPU that others use too.")
-    ] = "wall",
-    merged: Annotated[bool, typer.Option(help="Time rows merged while one is a prefix of the next, too.")] = False,
-    cost_model: Annotated[
-        Path | None, typer.Option(help="Cost model of harts calibrate, of this very model, that plans balance.")
-    ] = None,
+    data: options.OptionalData = None,
+    workloads: _Workloads = WORKLOADS,
+    arms: _Arms = "rows,tree",
+    turns: _Turns = 3,
+    once_above: _OnceAbove = 60.0,
+    seconds: _Seconds = float("inf"),
+    gradients: _Gradients = False,
+    scale: _Scale = None,
+    token_budget: _TokenBudget = None,
+    clock: _ClockChoice = "wall",
+    recompute: _Recompute = None,
+    fuse: _Fuse = None,
+    deterministic: _Deterministic = False,
+    cost_model: _CostModelFile = None,
     model: Model = "tiny-qwen3.5",
-    dtype: Annotated[DtypeChoice, typer.Option(help="Of the parameters.")] = "float32",
+    layers: _Layers = None,
+    dtype: _Dtype = None,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="Of synthetic workloads.")] = 0,
+    seed: _Seed = 0,
+    out: _Out = None,
+    profile: _Profile = None,
+    rows: options.Rows = "turn",
+    fmt: options.Format = "auto",
+    tokenizer: options.Tokenizer = None,
+    limit: options.Limit = None,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
@@ -78,146 +145,213 @@ def bench(
 
     The limit is the ratio of model FLOPs, without replayed rows; efficiency is speed-up over limit. The tree's time
     includes its build, plan and layout; that of separate rows has none of these. Speed-ups are medians over turns.
-    Presets are given a hidden size of 256 and the vocabulary that occurs.
+    Presets have a hidden size of 256 and the vocabulary that occurs; qwen3.5-4b and qwen3.5-35b-a3b are shapes.
     """
     on_cpu = device == "cpu"
-    scale = scale if scale is not None else (0.1 if on_cpu else 1.0)
-    arms: tuple[Arm, ...] = ("rows", "merged", "tree") if merged else ("rows", "tree")
-    batches = []
-    for name, given in options.parse_workloads(workloads):
-        sizes = {**(_CPU_SIZES.get(name, {}) if on_cpu else {}), **given}
-        batches.append((name, sizes, workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)))
-        _check_budget(name, batches[-1][2], token_budget)
-    results: list[dict[str, Any]] = []
+    scale = scale if scale is not None else (0.1 if on_cpu and not data else 1.0)
+    if data:
+        batches = [_own(data, scale, rows=rows, fmt=fmt, tokenizer=tokenizer, limit=limit)]
+    else:
+        batches = _named(workloads, scale, seed, data_dir, _CPU_SIZES if on_cpu else _GPU_SIZES)
+    _check_budget(batches, token_budget or (_CPU_BUDGET if on_cpu else None))
+    job = _Job(
+        arms=_parse_arms(arms),
+        times={"turns": turns, "once_above": once_above, "clock": clock},
+        gradients=gradients,
+        token_budget=token_budget,
+        recompute=recompute,
+        fuse=fuse,
+        deterministic=deterministic,
+        cost_model=cost_model,
+        about={"scale": scale, "seed": seed, "device": device},
+        profile=profile,
+    )
+    models = _Models(model, layers, dtype or ("float32" if on_cpu else "bfloat16"), device)
     with output.watch("bench") as tell:
-        for name, sizes, batch in batches:
-            remapped, ids = remap_vocabulary(batch)
-            timed = attach(_load(model, dtype, device, vocab_size=len(ids)))
-            measured = measure(
-                timed,
-                remapped,
-                token_budget=token_budget,
-                turns=turns,
-                arms=arms,
-                cost_model=None if cost_model is None else CostModel.load(cost_model, model=_identity(timed)),
-                clock=clock,
-                progress=lambda text, name=name: tell(f"{name}, {text}"),  # type: ignore[misc]
-            )
-            results.append(_result(name, sizes, measured, _TOLERANCE[dtype], vocabulary_of(timed)))
-    setting = {"model": model, "dtype": dtype, "device": device, "scale": scale, "token_budget": token_budget}
-    ok = all(each["ok"] for each in results)
-    document = {**setting, "turns": turns, "clock": clock, "ok": ok, "workloads": results}
-    output.emit(document, as_json, lambda console: _render(console, document, results, merged))
-    if not ok:
+        document = job.run(batches, models, Records(out), seconds, tell)
+    output.emit(document, as_json, lambda console: render(console, document))
+    if not document["ok"]:
         raise typer.Exit(1)
 
 
-def _identity(model: nn.Module) -> str:
-    return model_identity(find_backbone(model).config)
+def _own(data: Sequence[Path], scale: float, **reading: Any) -> _Batch:
+    trajectories = options.read_data(data, reasoning="keep", **reading)
+    name = "+".join(path.name.partition(".")[0] for path in data)
+    return _Batch(name, {}, trajectories if scale == 1 else shrink(trajectories, scale))
 
 
-def _check_budget(name: str, batch: Sequence[Trajectory], token_budget: int) -> None:
-    longest = max(map(len, batch))
-    if longest > token_budget:
-        raise ValueError(
-            f"token_budget: expected at least {longest}, the longest trajectory of workload {name!r}, came "
-            f"{token_budget}; raise it or lower --scale"
-        )
+def _named(
+    workloads: str, scale: float, seed: int, data_dir: Path | None, defaults: Mapping[str, Mapping[str, int]]
+) -> list[_Batch]:
+    found = []
+    for name, given in options.parse_workloads(workloads):
+        sizes = {**defaults.get(name, {}), **given}
+        found.append(_Batch(name, sizes, workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)))
+    return found
 
 
-def _load(model: str, dtype: DtypeChoice, device: str, *, vocab_size: int) -> Any:
-    if not is_preset(model):
-        return load_model(model, dtype=to_dtype(dtype), device=device)
-    changes = {**MODEL, "vocab_size": max(64, vocab_size)}
-    if model.startswith("tiny-qwen3.5") or "next" in model:
-        rotary = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
-        changes |= {**_LINEAR, "rope_parameters": {**rotary, "mrope_section": [4, 2, 2]}}
-    return load_model(model, dtype=to_dtype(dtype), device=device, **changes)
+def _parse_arms(text: str) -> tuple[Arm, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in ARMS:
+            raise ValueError(f"arms: expected some of {', '.join(ARMS)} with commas between, came {name!r}")
+    return cast(tuple[Arm, ...], tuple(dict.fromkeys(names)))
 
 
-def _result(
-    name: str, sizes: Mapping[str, int], measured: Measurement, tolerance: float, vocabulary: int
-) -> dict[str, Any]:
-    """One workload's entry; no speeds where the arms do not agree."""
-    ok = measured.logprob_max_abs <= tolerance
-    arms = {}
-    for arm, times in measured.arms.items():
-        arms[arm] = {
-            "seconds": list(times.seconds),
-            "median_s": times.median_s,
-            "prepare_s": times.prepare_s,
-            "rows": times.counts.rows,
-            "trained_rows": times.counts.trained_rows,
-            "flops": times.flops,
-            "gflops_per_s": times.flops_per_s / 1e9,
-            "rows_per_s": times.rows_per_s,
-            "microbatches": times.microbatches,
-            "recomputed_rows": times.recomputed_rows,
-            "replayed_rows": times.replayed_rows,
-            "peak_bytes": measured.peak_bytes.get(arm),
-        }
-    rows, tree = measured.arms["rows"], measured.arms["tree"]
-    speeds: dict[str, Any] = {
-        "rows_s": rows.median_s,
-        "tree_s": tree.median_s,
-        "speedup": measured.speedup(),
-        "efficiency": measured.efficiency,
-    }
-    if "merged" in measured.arms:
-        speeds |= {"speedup_over_merged": measured.speedup("merged"), "efficiency_merged": measured.efficiency_merged}
-    return {
-        "workload": name,
-        "sizes": dict(sizes),
-        **(speeds if ok else dict.fromkeys(speeds)),
-        "flop_limit": measured.flop_limit,
-        "flop_limit_merged": measured.flop_limit_merged,
-        "head_share": measured.head_share,
-        "vocabulary": vocabulary,
-        "logprob_max_abs": measured.logprob_max_abs,
-        "ok": ok,
-        "arms": arms if ok else {},
-    }
-
-
-def _render(console: Console, document: Mapping[str, Any], results: Sequence[Mapping[str, Any]], merged: bool) -> None:
-    shown = output.number
-    times = output.table(
-        f"{document['model']} in {document['dtype']} on {document['device']}, lengths x {document['scale']:g}, at most "
-        f"{document['token_budget']:,} rows a microbatch, medians of {document['turns']} alternating turns, "
-        f"{document['clock']} time",
-        "workload",
-        *("separate rows s", "tree s", "speed-up", "FLOP limit", "efficiency", "GFLOP/s: rows", "tree"),
-        *("rows/s: rows", "tree", "replayed", "head", "log-prob"),
-    )
-    for each in results:
-        name = ":".join([each["workload"], *(f"{size}={value}" for size, value in each["sizes"].items())])
-        if not each["ok"]:
-            times.add_row(name, *["-"] * 11, f"[bold red]{shown(each['logprob_max_abs'])}[/]")
-            continue
-        rows, tree = each["arms"]["rows"], each["arms"]["tree"]
-        times.add_row(
-            name,
-            *(shown(each[key]) for key in ("rows_s", "tree_s", "speedup", "flop_limit", "efficiency")),
-            *(shown(arm["gflops_per_s"], 1) for arm in (rows, tree)),
-            *(shown(round(arm["rows_per_s"])) for arm in (rows, tree)),
-            f"{tree['replayed_rows'] / tree['rows']:.1%}",
-            f"{each['head_share']:.1%}",
-            shown(each["logprob_max_abs"]),
-        )
-    console.print(times)
-    if merged:
-        over = output.table("\nOver rows merged while one is a prefix of the next", "workload", *_MERGED_COLUMNS)
-        for each in results:
-            if each["ok"]:
-                values = (each[key] for key in ("speedup_over_merged", "flop_limit_merged", "efficiency_merged"))
-                over.add_row(each["workload"], shown(each["arms"]["merged"]["median_s"]), *map(shown, values))
-        console.print(over)
-    for each in results:
-        if not each["ok"]:
-            console.print(
-                f"[bold red]fails[/] {each['workload']}: log-probs of the arms differ by "
-                f"{shown(each['logprob_max_abs'])}; no speed is shown. Run harts check with this model."
+def _check_budget(batches: Sequence[_Batch], token_budget: int | None) -> None:
+    for batch in batches:
+        longest = max(map(len, batch.trajectories))
+        if token_budget is not None and longest > token_budget:
+            raise ValueError(
+                f"token_budget: expected at least {longest}, the longest trajectory of {batch.name!r}, came "
+                f"{token_budget}; raise it or lower --scale"
             )
 
 
-_MERGED_COLUMNS = ("merged s", "speed-up", "FLOP limit", "efficiency")
+@dataclass(frozen=True, eq=False)
+class _Models:
+    """Makes the model that a batch is timed on; of a shape or directory there is one for all batches."""
+
+    name: str
+    layers: int | None
+    dtype: DtypeChoice
+    device: str
+    made: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+
+    def get(self, vocabulary: int) -> nn.Module:
+        changes: dict[str, Any] = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        dtype = to_dtype(self.dtype)
+        to_device(self.device)
+        if is_preset(self.name):
+            return _sized_preset(self.name, changes, max(64, vocabulary), dtype=dtype, device=self.device)
+        if self.name not in self.made:
+            if self.name in SHAPES:
+                self.made[self.name] = build_model(changes, shape=self.name, dtype=dtype, device=self.device)  # type: ignore[arg-type]
+            else:
+                self.made[self.name] = load_model(self.name, dtype=dtype, device=self.device)
+        return self.made[self.name]
+
+
+def _sized_preset(name: str, changes: Mapping[str, Any], vocabulary: int, **place: Any) -> nn.Module:
+    sizes: dict[str, Any] = {**MODEL, "vocab_size": vocabulary}
+    if name.startswith("tiny-qwen3.5") or "next" in name:
+        rotary = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+        sizes |= {**_LINEAR, "rope_parameters": {**rotary, "mrope_section": [4, 2, 2]}}
+    return load_model(name, **place, **{**sizes, **changes})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Job:
+    """What is measured of each batch."""
+
+    arms: tuple[Arm, ...]
+    times: Mapping[str, Any]
+    gradients: bool
+    token_budget: int | None
+    recompute: bool | None
+    fuse: bool | None
+    deterministic: bool
+    cost_model: Path | None
+    about: Mapping[str, Any]
+    profile: Path | None
+
+    def run(
+        self,
+        batches: Sequence[_Batch],
+        models: _Models,
+        records: Records,
+        seconds: float,
+        tell: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """Measures what `records` does not hold yet, and returns the document of all."""
+        stop = time.monotonic() + seconds
+        machine = environment()
+        results: list[dict[str, Any]] = []
+        for batch in batches:
+            trajectories, ids = remap_vocabulary(batch.trajectories)
+            model = models.get(len(ids))
+            setting = self._setting(model, trajectories)
+            header = {
+                "workload": batch.name,
+                "sizes": dict(batch.sizes),
+                **self.about,
+                "model": models.name,
+                "layers": find_backbone(model).config.num_hidden_layers,
+                "dtype": models.dtype,
+                "vocabulary": vocabulary_of(model),
+                "token_budget": setting.token_budget,
+                "recompute": setting.recompute,
+                "fused": setting.fused,
+                "kernels": dataclasses.asdict(setting.kernels or Kernels()),
+                "measured": "gradients" if self.gradients else list(self.arms),
+                **({} if self.gradients else self.times),
+                "machine": machine,
+            }
+            found = records.find(header)
+            if found is None:
+                found = self._measure(model, trajectories, setting, stop - time.monotonic(), header, records, tell)
+            results.append(found)
+        return {"ok": all(each["ok"] for each in results), "workloads": results}
+
+    def _setting(self, model: nn.Module, trajectories: Sequence[Trajectory]) -> Setting:
+        on_cpu = self.about["device"] == "cpu"
+        longest = max(map(len, trajectories))
+        whole = max(count(PrefixTree.build(trajectories)).linear_rows, longest, _GPU_BUDGET)
+        budget = self.token_budget or (_CPU_BUDGET if on_cpu else whole)
+        price = None
+        if self.cost_model is not None:
+            price = CostModel.load(self.cost_model, model=model_identity(find_backbone(model).config))
+        kernels = dataclasses.replace(Kernels.for_device(self.about["device"]), deterministic=self.deterministic)
+        setting = Setting(
+            token_budget=budget,
+            kernels=kernels,
+            fused=True,
+            recompute=not on_cpu if self.recompute is None else self.recompute,
+            cost_model=price,
+        )
+        fused = self.fuse
+        if fused is None:
+            fused = not on_cpu and _can_fuse(model, setting)
+        return dataclasses.replace(setting, fused=fused)
+
+    def _measure(
+        self,
+        model: nn.Module,
+        trajectories: Sequence[Trajectory],
+        setting: Setting,
+        seconds: float,
+        header: Mapping[str, Any],
+        records: Records,
+        tell: Callable[[str], None],
+    ) -> dict[str, Any]:
+        name = header["workload"]
+        if self.gradients:
+            tell(f"{name}, gradients")
+            errors = gradient_errors(model, trajectories, setting)
+            return records.put(header, {"ok": True, "gradients": dataclasses.asdict(errors)}, whole=True)
+        measured = measure(
+            model,
+            trajectories,
+            setting,
+            arms=self.arms,
+            seconds=seconds,
+            progress=lambda text: tell(f"{name}, {text}"),
+            keep=lambda part: records.keep(header, report(part, header)),
+            **self.times,
+        )
+        if self.profile is not None:
+            set_up(model, "tree", setting)
+            batch = prepare(trajectories, "tree", setting, device=self.about["device"])
+            with profiled(self.profile.with_name(f"{name}_{self.profile.name}")):
+                run_step(model, batch, kernels=setting.kernels)
+            model.zero_grad(set_to_none=True)
+        return records.put(header, report(measured, header), whole=not measured.left_out)
+
+
+def _can_fuse(model: nn.Module, setting: Setting) -> bool:
+    try:
+        set_up(model, "tree", setting)
+    except (ValueError, ImportError) as error:
+        sys.stderr.write(f"bench: not fused: {error}\n")
+        return False
+    return True

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["complain", "emit", "key_values", "number", "table", "watch"]
+__all__ = ["complain", "emit", "finite", "key_values", "number", "table", "watch"]
 
 
 def emit(document: Mapping[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:
@@ -23,7 +23,7 @@ def emit(document: Mapping[str, Any], as_json: bool, render: Callable[[Console],
         render: prints to the console that it is given.
     """
     if as_json:
-        sys.stdout.write(json.dumps(_finite(document), indent=2) + "\n")
+        sys.stdout.write(json.dumps(finite(document), indent=2) + "\n")
         return
     console = Console()
     if not console.is_terminal:
@@ -78,12 +78,12 @@ def number(value: float | None, digits: int = 2) -> str:
     return f"{value:.{digits}f}"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -6,7 +6,7 @@ from torch import nn
 
 from harts.models.attach import find_backbone
 
-__all__ = ["recompute_activations"]
+__all__ = ["keep_activations", "recompute_activations"]
 
 
 def recompute_activations(model: nn.Module) -> nn.Module:
@@ -18,3 +18,10 @@ def recompute_activations(model: nn.Module) -> nn.Module:
     enable = getattr(text, "activation_checkpointing_enable", None) or text.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     return model.train()
+
+
+def keep_activations(model: nn.Module) -> nn.Module:
+    """Undoes `recompute_activations`, but for the training mode. Returns the same model."""
+    text: Any = find_backbone(model).text
+    (getattr(text, "activation_checkpointing_disable", None) or text.gradient_checkpointing_disable)()
+    return model

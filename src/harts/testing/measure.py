@@ -1,74 +1,56 @@
-"""Times a training step of one batch three ways: packed separate rows, merged rows, the tree.
+"""Times a training step of one batch several ways (`harts.testing.arms`), and checks that all give the same log-probs.
 
-All arms run the same ops of HARTS, under one token budget, and differ in what they share alone:
-
-- rows: nothing is shared. Its time is forward and backward only: the baseline gets its packing for free.
-- merged: a row is merged into one that continues all of it, what a framework can do without a tree.
-- tree: every common prefix. Its time includes building the tree, planning and layout.
-
-The arms take turns, in alternating order, so that a machine that slows down slows both; speed-ups are medians over the
-pairs of one turn. The limit of a speed-up is the ratio of model FLOPs, without replayed and recomputed rows. Slow code
-makes an efficiency (speed-up over limit) look good, so FLOP/s and rows/s stand beside it.
+The arms take turns, in alternating order, so that a machine that slows down slows all of them; speed-ups are medians
+over the pairs of one turn. The time of the tree includes building it, planning and layout; that of the other arms is
+forward and backward only: the baselines get their packing for free. The limit of a speed-up is the ratio of model
+FLOPs, without replayed and recomputed rows. Slow code makes an efficiency (speed-up over limit) look good, so FLOP/s
+and rows/s stand beside it.
 """
 
+import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from harts.cost import CostModel, Counts, count
+from harts.cost import Counts, count
 from harts.flops import flop_limit, flops, forward_flops
-from harts.layout import PackedTree, pack
-from harts.models import logprobs
 from harts.models.attach import find_backbone
-from harts.ops.kernels import Kernels
-from harts.plan import Plan, make_plan
+from harts.testing.arms import ARMS, Arm, Setting, prepare, run_step, set_up
 from harts.trajectory import Trajectory
-from harts.tree import PrefixTree, Share
+from harts.tree import PrefixTree
 
-__all__ = ["ARMS", "Arm", "ArmTimes", "Batch", "Clock", "Measurement", "measure", "prepare", "run_step"]
+__all__ = ["ArmResult", "Clock", "Measurement", "measure"]
 
-Arm = Literal["rows", "merged", "tree"]
 Clock = Literal["wall", "cpu"]
 
-ARMS: Mapping[Arm, Share] = MappingProxyType({"rows": "none", "merged": "prefix", "tree": "tree"})
-"""What each arm merges; see `PrefixTree.build`."""
+_BASELINES: tuple[Arm, ...] = ("rows", "merged", "tree")
+"""Log-probs are compared with those of the first of these arms that ran."""
 
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """A batch ready to run.
-
-    Attributes:
-        tree: of the whole batch.
-        plan: its microbatches.
-        packed: one per microbatch.
-        tree_s, plan_s, layout_s: seconds that building each took, moves to the device included.
-    """
-
-    tree: PrefixTree
-    plan: Plan
-    packed: tuple[PackedTree, ...]
-    tree_s: float
-    plan_s: float
-    layout_s: float
+_WARM_UP_ROWS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmTimes:
+class ArmResult:
     """How one arm did.
 
     Attributes:
-        seconds: of each turn, in order, as the arm is timed.
+        seconds: of each of its turns, in order, as the arm is timed.
         prepare_s: median seconds of tree, plan and layout, whether in `seconds` or not.
         counts: rows and the like of the whole batch in one microbatch.
-        flops: model FLOPs of that, forward and backward, without replayed rows.
+        flops: model FLOPs of that, forward and backward and recomputation, without replayed rows.
         microbatches, recomputed_rows, replayed_rows: of the plan that ran.
+        peak_bytes: largest memory allocated on the device; None on a CPU.
+        logprob_max_abs: largest difference (nats) of a trained token's log-prob from the arm `compared_with`.
+        bitwise_equal: fraction of trained tokens whose log-prob has the same bits there.
+        compared_with: that arm; the arm itself where no other is to compare with.
+        same_again: whether all turns gave the same bits; None with one turn.
+        digest: of all log-probs of trained tokens in fp32, to compare runs of different processes.
     """
 
     seconds: tuple[float, ...]
@@ -78,6 +60,12 @@ class ArmTimes:
     microbatches: int
     recomputed_rows: int
     replayed_rows: int
+    peak_bytes: int | None
+    logprob_max_abs: float
+    bitwise_equal: float
+    compared_with: Arm
+    same_again: bool | None
+    digest: str
 
     @property
     def median_s(self) -> float:
@@ -97,201 +85,217 @@ class ArmTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Times of the arms on one batch.
+    """What ran of the arms on one batch.
 
     Attributes:
-        arms: by name; "rows" and "tree" are always there.
+        arms: by name.
+        left_out: arms that would not have fitted into the time given.
         flop_limit: model FLOPs of separate rows over those of the tree.
         flop_limit_merged: model FLOPs of merged rows over those of the tree.
-        head_share: share of the head in the tree's model FLOPs.
-        logprob_max_abs: largest difference of a log-prob between any arm and separate rows, nats.
-        peak_bytes: largest memory allocated on the device by arm; empty on a CPU.
+        head_share: share of the head in the tree's model FLOPs of a forward pass.
     """
 
-    arms: Mapping[Arm, ArmTimes]
+    arms: Mapping[Arm, ArmResult]
+    left_out: tuple[Arm, ...]
     flop_limit: float
     flop_limit_merged: float
     head_share: float
-    logprob_max_abs: float
-    peak_bytes: Mapping[Arm, int] = field(default_factory=dict)
 
-    def speedup(self, over: Arm = "rows") -> float:
-        """Median over the turns of another arm's time over the tree's."""
-        pairs = zip(self.arms[over].seconds, self.arms["tree"].seconds, strict=True)
-        return median(other / tree for other, tree in pairs)
+    def limit(self, over: Arm) -> float | None:
+        """Model FLOPs of an arm over those of the tree; None for `plain`, which runs other code."""
+        return {"rows": self.flop_limit, "shuffled": self.flop_limit, "merged": self.flop_limit_merged}.get(over)
 
-    @property
-    def efficiency(self) -> float:
-        """Speed-up over separate rows, as a share of the FLOP limit."""
-        return self.speedup() / self.flop_limit
+    def speedup(self, over: Arm = "rows") -> float | None:
+        """Another arm's time over the tree's: median over the turns, or ratio of medians if one of them ran less often.
 
-    @property
-    def efficiency_merged(self) -> float:
-        """The same over merged rows."""
-        return self.speedup("merged") / self.flop_limit_merged
+        None where one of the two did not run. Where merging merges nothing, merged rows are separate rows.
+        """
+        if over == "merged" and over not in self.arms and self.flop_limit_merged == self.flop_limit:
+            over = "rows"
+        if over not in self.arms or "tree" not in self.arms:
+            return None
+        other, tree = self.arms[over], self.arms["tree"]
+        if len(other.seconds) != len(tree.seconds):
+            return other.median_s / tree.median_s
+        return median(theirs / ours for theirs, ours in zip(other.seconds, tree.seconds, strict=True))
+
+    def efficiency(self, over: Arm = "rows") -> float | None:
+        """Speed-up over an arm, as a share of its limit."""
+        speedup, limit = self.speedup(over), self.limit(over)
+        return None if speedup is None or limit is None else speedup / limit
 
 
 def measure(
     model: nn.Module,
     trajectories: Sequence[Trajectory],
+    setting: Setting,
     *,
-    token_budget: int,
-    turns: int = 3,
     arms: Sequence[Arm] = ("rows", "tree"),
-    kernels: Kernels | None = None,
-    recompute: bool = False,
-    cost_model: CostModel | None = None,
+    turns: int = 3,
+    once_above: float = math.inf,
+    seconds: float = math.inf,
     clock: Clock = "wall",
     progress: Callable[[str], None] = lambda _: None,
+    keep: Callable[[Measurement], None] = lambda _: None,
 ) -> Measurement:
     """Times forward and backward of a batch.
 
     Args:
-        model: attached; the arms run on its device, in its mode and dtype. Gradients are cleared.
+        model: of a supported family; the arms run on its device, in its dtype. Gradients are cleared. It is left as the
+            last arm needed it.
         trajectories: the batch, with a trained token.
-        token_budget: most rows of a microbatch, in every arm; at least the longest trajectory.
-        turns: how often each arm runs, after a first microbatch that is not timed.
-        arms: which to run, "rows" and "tree" among them.
-        kernels: implementations of the ops.
-        recompute: whether gradient checkpointing is switched on in the model, for the FLOP count.
-        cost_model: what the arms' plans balance; None: rows.
+        setting: of all arms.
+        arms: which to run, each once a turn, after some short trajectories that are not timed.
+        turns: how often each arm runs.
+        once_above: an arm whose first turn took more seconds than this has no second one.
+        seconds: of everything; an arm that would not fit, by its FLOPs, is left out.
         clock: "wall", or "cpu" for the processor time of this process, all its threads together: on a CPU that other
             programs use too, with one thread, what the wall clock would show if they did not.
         progress: called with a line before each run.
+        keep: called with what there is after each run.
 
     Raises:
-        ValueError: an arm is missing or unknown, `turns` < 1, nothing is trained, the budget is too small, or the
-            model or a token id does not fit.
+        ValueError: an arm is unknown, `turns` < 1, nothing is trained, the budget is too small, or the model or a token
+            id does not fit.
     """
-    if not {"rows", "tree"} <= set(arms) <= set(ARMS) or turns < 1:
-        raise ValueError(
-            f"measure: expected turns >= 1 and arms 'rows', 'tree' and perhaps 'merged', came {turns}, {arms}"
-        )
+    if not arms or not set(arms) <= set(ARMS) or len(set(arms)) < len(arms) or turns < 1:
+        raise ValueError(f"measure: expected turns >= 1 and arms of {', '.join(ARMS)}, came {turns} and {list(arms)}")
     if not any(each.loss_mask.any() for each in trajectories):
         raise ValueError("trajectories: expected a trained token, came none; there is nothing to time")
-    now = _clock(clock, next(model.parameters()).device)
-    runs: dict[Arm, _Runs] = {arm: _Runs() for arm in arms}
+    longest = max(map(len, trajectories))
+    if longest > setting.token_budget:
+        raise ValueError(
+            f"token_budget: expected at least {longest}, the longest trajectory, came {setting.token_budget}"
+        )
+    stop = time.monotonic() + seconds
+    bench = _Bench(model, trajectories, setting, clock)
     for turn in range(-1, turns):
         for arm in arms if turn % 2 == 0 else tuple(reversed(arms)):
+            runs = bench.runs.get(arm)
+            if turn > 0 and (runs is None or runs.seconds[0] > once_above):
+                continue
+            if turn >= 0 and time.monotonic() + bench.expected_s(arm) > stop:
+                bench.left_out.append(arm)
+                continue
             progress(f"{arm}, {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}")
-            settings = {"token_budget": token_budget, "cost_model": cost_model}
-            _run(model, trajectories, arm, runs[arm], now, kernels, settings, warm_up=turn < 0)
-    config = find_backbone(model).config
-    counts = {arm: count(PrefixTree.build(trajectories, share=share)) for arm, share in ARMS.items()}
-    differences = [(each.scores - runs["rows"].scores).abs().max() for each in runs.values()]
-    return Measurement(
-        arms={
-            arm: each.times(counts[arm], flops(config, counts[arm], recompute=recompute)) for arm, each in runs.items()
-        },
-        flop_limit=flop_limit(config, counts["rows"], counts["tree"]),
-        flop_limit_merged=flop_limit(config, counts["merged"], counts["tree"]),
-        head_share=forward_flops(config).trained_rows
-        * counts["tree"].trained_rows
-        / flops(config, counts["tree"], backward=False),
-        logprob_max_abs=float(torch.stack(differences).max()),  # unlike Python's max, it lets NaN through
-        peak_bytes={arm: each.peak_bytes for arm, each in runs.items() if each.peak_bytes},
-    )
+            if turn < 0:
+                bench.warm_up(arm)
+            else:
+                bench.run(arm)
+                keep(bench.measurement())
+    return bench.measurement()
 
 
 class _Runs:
-    """What the runs of one arm gave: times of all, the rest of the last one."""
+    """What the runs of one arm gave: times of all, the rest of the first one."""
 
-    def __init__(self) -> None:
+    def __init__(self, scores_N: Tensor, microbatches: int, recomputed_rows: int, replayed_rows: int) -> None:
+        self.scores_N = scores_N
+        self.counts = {
+            "microbatches": microbatches,
+            "recomputed_rows": recomputed_rows,
+            "replayed_rows": replayed_rows,
+        }
         self.seconds: list[float] = []
         self.prepared: list[float] = []
-        self.scores = torch.zeros(0)
-        self.peak_bytes = 0
-        self.microbatches = self.recomputed_rows = self.replayed_rows = 0
+        self.peak_bytes: int | None = None
+        self.same = True
 
-    def times(self, counts: Counts, model_flops: float) -> ArmTimes:
-        return ArmTimes(
-            seconds=tuple(self.seconds),
-            prepare_s=median(self.prepared),
-            counts=counts,
-            flops=model_flops,
-            microbatches=self.microbatches,
-            recomputed_rows=self.recomputed_rows,
-            replayed_rows=self.replayed_rows,
+
+class _Bench:
+    """Runs arms of one batch and keeps what they gave."""
+
+    def __init__(self, model: nn.Module, trajectories: Sequence[Trajectory], setting: Setting, clock: Clock) -> None:
+        self.model, self.trajectories, self.setting = model, trajectories, setting
+        self.device = next(model.parameters()).device
+        self.now = _clock(clock, self.device)
+        self.config = find_backbone(model).config
+        self.trees = {arm: PrefixTree.build(trajectories, share=ARMS[arm]) for arm in _BASELINES}
+        self.counts = {arm: count(tree) for arm, tree in self.trees.items()}
+        self.runs: dict[Arm, _Runs] = {}
+        self.left_out: list[Arm] = []
+
+    def work(self, arm: Arm) -> float:
+        """Model FLOPs of an arm."""
+        return flops(self.config, self.counts[_layout_of(arm)], recompute=self.setting.recompute)
+
+    def expected_s(self, arm: Arm) -> float:
+        """Seconds that an arm will take: as before, or by its FLOPs, at the pace of the slowest so far."""
+        if arm in self.runs:
+            return self.runs[arm].seconds[-1]
+        paces = [runs.seconds[0] / self.work(other) for other, runs in self.runs.items()]
+        return 1.2 * self.work(arm) * max(paces, default=0.0)
+
+    def warm_up(self, arm: Arm) -> None:
+        """Compiles what has to be compiled, on the shortest trained trajectories, which take a second."""
+        set_up(self.model, arm, self.setting)
+        short: list[Trajectory] = []
+        for each in sorted((each for each in self.trajectories if each.num_trained), key=len):
+            if not short or sum(map(len, short)) + len(each) <= min(_WARM_UP_ROWS, self.setting.token_budget):
+                short.append(each)
+        run_step(self.model, self._prepare(short, arm), kernels=self.setting.kernels)
+        self.model.zero_grad(set_to_none=True)
+
+    def run(self, arm: Arm) -> None:
+        """Prepares and runs an arm once."""
+        set_up(self.model, arm, self.setting)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        start = self.now()
+        batch = self._prepare(self.trajectories, arm)
+        ready = self.now()
+        scores_N = run_step(self.model, batch, kernels=self.setting.kernels)
+        stop = self.now()
+        self.model.zero_grad(set_to_none=True)
+        plan = batch.plan
+        new = _Runs(scores_N, len(batch.packed), plan.recomputed_rows, plan.replayed_rows)
+        runs = self.runs.setdefault(arm, new)
+        runs.same &= torch.equal(scores_N, runs.scores_N)
+        runs.seconds.append(stop - (start if arm == "tree" else ready))
+        runs.prepared.append(ready - start)
+        if self.device.type == "cuda":
+            runs.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+
+    def _prepare(self, trajectories: Sequence[Trajectory], arm: Arm) -> Any:
+        return prepare(trajectories, arm, self.setting, device="cpu" if arm == "plain" else self.device)
+
+    def measurement(self) -> Measurement:
+        """Everything so far."""
+        counts = self.counts
+        head = forward_flops(self.config).trained_rows * counts["tree"].trained_rows
+        return Measurement(
+            arms={arm: self._result(arm) for arm in self.runs},
+            left_out=tuple(arm for arm in dict.fromkeys(self.left_out) if arm not in self.runs),
+            flop_limit=flop_limit(self.config, counts["rows"], counts["tree"]),
+            flop_limit_merged=flop_limit(self.config, counts["merged"], counts["tree"]),
+            head_share=head / flops(self.config, counts["tree"], backward=False),
+        )
+
+    def _result(self, arm: Arm) -> ArmResult:
+        runs = self.runs[arm]
+        others = [other for other in _BASELINES if other in self.runs and other != arm]
+        other = arm if arm == "rows" or not others else others[0]
+        mask_N = torch.cat([torch.from_numpy(each.loss_mask.copy()) for each in self.trajectories])
+        ours_M = runs.scores_N[mask_N]
+        difference_M = (ours_M - self.runs[other].scores_N[mask_N]).abs()
+        return ArmResult(
+            seconds=tuple(runs.seconds),
+            prepare_s=median(runs.prepared),
+            counts=self.counts[_layout_of(arm)],
+            flops=self.work(arm),
+            peak_bytes=runs.peak_bytes,
+            logprob_max_abs=float(difference_M.max()),  # unlike Python's max, it lets NaN through
+            bitwise_equal=float((difference_M == 0).double().mean()),
+            compared_with=other,
+            same_again=runs.same if len(runs.seconds) > 1 else None,
+            digest=hashlib.sha256(ours_M.float().numpy().tobytes()).hexdigest()[:16],
+            **runs.counts,
         )
 
 
-def _run(
-    model: nn.Module,
-    trajectories: Sequence[Trajectory],
-    arm: Arm,
-    runs: _Runs,
-    now: Callable[[], float],
-    kernels: Kernels | None,
-    settings: Mapping[str, Any],
-    *,
-    warm_up: bool,
-) -> None:
-    """Prepares and runs an arm once; a warm-up runs one microbatch and is not kept."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    start = now()
-    batch = prepare(trajectories, ARMS[arm], device=device, **settings)
-    ready = now()
-    scores = run_step(model, batch, kernels=kernels, most=1 if warm_up else None)
-    stop = now()
-    if warm_up:
-        return
-    runs.seconds.append(stop - (start if arm == "tree" else ready))
-    runs.prepared.append(ready - start)
-    runs.scores, runs.microbatches = scores, len(batch.packed)
-    runs.recomputed_rows, runs.replayed_rows = batch.plan.recomputed_rows, batch.plan.replayed_rows
-    if device.type == "cuda":
-        runs.peak_bytes = torch.cuda.max_memory_allocated(device)
-
-
-def prepare(
-    trajectories: Sequence[Trajectory],
-    share: Share,
-    *,
-    token_budget: int,
-    cost_model: CostModel | None = None,
-    device: torch.device | str = "cpu",
-) -> Batch:
-    """Builds the tree, plans its microbatches and lays them out, with times."""
-    start = time.perf_counter()
-    tree = PrefixTree.build(trajectories, share=share)
-    built = time.perf_counter()
-    plan = make_plan(tree, token_budget=token_budget, cost_model=cost_model)
-    planned = time.perf_counter()
-    packed = []
-    for (microbatch,) in plan.microbatches:
-        whole = len(microbatch.trajectories) == len(trajectories)
-        members = [trajectories[index] for index in microbatch.trajectories]
-        packed.append(pack(tree if whole else PrefixTree.build(members, share=share), device=device))
-    return Batch(tree, plan, tuple(packed), built - start, planned - built, time.perf_counter() - planned)
-
-
-def run_step(model: nn.Module, batch: Batch, *, kernels: Kernels | None = None, most: int | None = None) -> Tensor:
-    """Forward and backward of every microbatch; clears the gradients.
-
-    Args:
-        model: attached.
-        batch: from `prepare`.
-        kernels: implementations of the ops.
-        most: run only this many microbatches.
-
-    Returns:
-        Log-probs of all tokens of the batch's trajectories, in their order, [N], on the CPU; 0 where nothing ran.
-    """
-    offset_B1 = batch.tree.offset_B1
-    scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
-    trained = sum(each.num_trained for each in batch.tree.trajectories)
-    scored = []
-    for (microbatch,), packed in zip(batch.plan.microbatches[:most], batch.packed[:most], strict=True):
-        values_N = logprobs(model, packed, kernels=kernels)
-        (values_N.sum() / -trained).backward()  # type: ignore[no-untyped-call]
-        scored.append((microbatch, packed.split(values_N.detach())))
-    for microbatch, parts in scored:
-        for index, values in zip(microbatch.trajectories, parts, strict=True):
-            scores_N[offset_B1[index] : offset_B1[index + 1]] = values.to(scores_N)
-    model.zero_grad(set_to_none=True)
-    return scores_N
+def _layout_of(arm: Arm) -> Arm:
+    return next(known for known in _BASELINES if ARMS[known] == ARMS[arm])
 
 
 def _clock(clock: Clock, device: torch.device) -> Callable[[], float]:

@@ -1,0 +1,52 @@
+"""What a measurement on a GPU was taken on, and which kernels it spent its time in."""
+
+import contextlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from harts.files import write_text
+
+__all__ = ["environment", "profiled"]
+
+
+def environment(commit: str | None = None) -> dict[str, str]:
+    """Names the device, versions, commit and command of a measurement, without any path of this machine.
+
+    Args:
+        commit: of the code; None asks git, then the environment variable HARTS_COMMIT.
+    """
+    on_gpu = torch.cuda.is_available()
+    found = {"gpu": torch.cuda.get_device_name()} if on_gpu else {"threads": str(torch.get_num_threads())}
+    for package in ("harts", "torch", "transformers", "triton", "fla-core", "flash-attn-4"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    found["torch"] = torch.__version__  # with what it was built for
+    if commit is None:
+        with contextlib.suppress(OSError):
+            call = ["git", "rev-parse", "--short=12", "HEAD"]
+            commit = subprocess.run(call, capture_output=True, text=True, check=False).stdout.strip()
+        commit = commit or os.environ.get("HARTS_COMMIT", "unknown")
+    command = [Path(word).name if "/" in word else word for word in sys.argv]
+    return {**found, "commit": commit, "command": " ".join(command)}
+
+
+@contextlib.contextmanager
+def profiled(path: Path) -> Iterator[None]:
+    """Writes which kernels a region spends its time on a GPU in, as a table."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        yield
+    events = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
+    total = sum(event.self_device_time_total for event in events) or 1
+    lines = [
+        f"{100 * event.self_device_time_total / total:6.2f} %  {event.self_device_time_total / 1e3:10.2f} ms  "
+        f"{event.count:6d} x  {event.key[:140]}"
+        for event in sorted(events, key=lambda event: -event.self_device_time_total)[:80]
+    ]
+    write_text(path, "\n".join(lines) + "\n")
