@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 def test_all_sources_have_an_example() -> None:
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -21,4 +21,5 @@ def test_the_example_is_read(example: str, tmp_path: Path) -> None:
     path.write_text(example)
     (one,) = read(path)
     assert one.num_trained > 0
+    assert ("routed_experts" in example) == (one.routes is not None)
     assert one.logprobs is None or (one.logprobs[one.loss_mask] < 0).all()

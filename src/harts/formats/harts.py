@@ -6,11 +6,12 @@ per token), `reward`, `temperature`, `merge_keys`, `routes`; null is the same as
 a row may have `token_mask` (the name in NousResearch/atropos dumps); where it has both, they must be equal.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from harts.formats.routes import align, missing_for_nulls, read_record
 from harts.formats.rows import Row, build, common_fields
 from harts.trajectory import Trajectory
 
@@ -50,15 +51,11 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
 
 
 def _routes(row: Row) -> Any:
-    """Recorded experts [L, layers, experts per token]; a token's null becomes -1 throughout."""
-    tokens = row.get("routes")
-    if not isinstance(tokens, list) or all(token is not None for token in tokens):
-        return tokens
-    recorded = next((token for token in tokens if token is not None), None)
-    if recorded is None:
-        return None
-    none = [[-1] * len(layer) for layer in recorded]
-    return [none if token is None else token for token in tokens]
+    """Recorded experts [L, layers, experts per token]; a token's null becomes -1 throughout; base64 is decoded."""
+    routes = row.get("routes")
+    if isinstance(routes, str | bytes | Mapping):
+        return align(row, read_record(row, "routes", routes), len(row.require("token_ids")))
+    return missing_for_nulls(routes)
 
 
 def fields_of(trajectory: Trajectory) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts.formats.checks import check_ids
+from harts.formats.routes import align, without_filler
 from harts.formats.rows import Row, build, to_numpy
 from harts.trajectory import Trajectory
 
@@ -76,6 +77,7 @@ def from_padded(
     ref_logprobs: Any = None,
     merge_keys: Any = None,
     advantages: Any = None,
+    routes: Any = None,
     **columns: Any,
 ) -> list[Trajectory]:
     """One trajectory per line of a padded batch; numpy arrays, tensors or nested lists; padding on any side.
@@ -86,6 +88,8 @@ def from_padded(
         loss_mask: [B, L] of 0/1 or booleans; what it says about padding is ignored.
         logprobs, ref_logprobs, merge_keys: [B, L] or None.
         advantages: [B], [B, L] or None.
+        routes: recorded experts [B, L, layers, experts per token] or None. Behind the last recorded token of a line
+            zeros count as no record, as verl fills its `routed_experts`; -1 does everywhere.
         columns: `group`, `id`, `reward`, `temperature`, `meta`, as in `from_lists`.
 
     Raises:
@@ -107,11 +111,29 @@ def from_padded(
     for name, array in padded.items():
         if array.shape != ids.shape:
             raise ValueError(f"{name}: expected the shape of token_ids {list(ids.shape)}, came {list(array.shape)}")
-    names = columns.get("id")
-    spans = [_span(line, f"row{b}" if names is None else names[b]) for b, line in enumerate(attention)]
+    given = columns.get("id")
+    names = [f"row{b}" for b in range(len(ids))] if given is None else given
+    if len(names) != len(ids):
+        raise ValueError(f"id: expected one element per trajectory ({len(ids)}), came {len(names)}")
+    spans = [_span(line, name) for line, name in zip(attention, names, strict=True)]
+    if routes is not None:
+        columns["routes"] = _cut_routes(to_numpy(routes), ids.shape, spans, names)
     cut = {name: [line[span] for line, span in zip(array, spans, strict=True)] for name, array in padded.items()}
     del cut["attention_mask"]
     return from_lists([line[span] for line, span in zip(ids, spans, strict=True)], **cut, **columns)
+
+
+def _cut_routes(
+    routes: NDArray[Any], shape: tuple[int, ...], spans: Sequence[slice], names: Sequence[str]
+) -> list[NDArray[Any] | None]:
+    if routes.ndim != 4 or routes.shape[:2] != shape or routes.dtype.kind not in "iu":
+        expected = f"integers of shape {[*shape, 'layers', 'experts per token']}"
+        raise ValueError(f"routes: expected {expected}, came {routes.dtype} of shape {list(routes.shape)}")
+    done = []
+    for index, (line, span, name) in enumerate(zip(routes, spans, names, strict=True)):
+        row = Row({"id": name}, f"row {index + 1}", index)
+        done.append(align(row, without_filler("routes", line[span]), span.stop - span.start, least=0))
+    return done
 
 
 def _span(attention: NDArray[Any], name: str) -> slice:

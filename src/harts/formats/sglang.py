@@ -5,11 +5,19 @@ commit 001067f; meta_info's id, prompt_tokens, input_token_logprobs and output_t
 clients. A log-probability entry is [logprob, token id, text or null]. The response does not repeat the prompt:
 put the request's `input_ids` beside it, or ask for the prompt's log-probabilities from its start
 (return_logprob, logprob_start_len=0), whose entries name the prompt's tokens.
+
+Recorded experts (--enable-return-routed-experts, and return_routed_experts in the request): meta_info's
+`routed_experts`, base64 of int32 [tokens - 1, num_hidden_layers, num_experts_per_tok] for prompt and response; the
+request's `routed_experts_start_len` takes rows off its front. As in sglang 0.5.23: _maybe_collect_routed_experts in
+python/sglang/srt/managers/scheduler_components/batch_result_processor.py, get_topk in srt/state_capturer/base.py.
+SGLang does not return the shape: `routed_experts_shape` holds it. `routed_experts_dtype` names another dtype
+(srt/state_capturer/routed_experts_wire.py at commit a6463a1).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harts.formats.routes import align, read_record
 from harts.formats.rows import Row, common_fields, ids_of, respond
 from harts.trajectory import Trajectory
 
@@ -39,16 +47,18 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
             raise row.error("output_ids", "the ids in output_token_logprobs", "other ids", "give one request's output")
     if response is None:
         raise row.error("output_ids", "this field or meta_info.output_token_logprobs", "none", "ask for return_logprob")
+    prompt, response = ids_of(row, "input_ids", _prompt(row, info)), ids_of(row, "output_ids", response)
     name = row.text("id", str(info.get("id") or row.id))
     temperature = _temperature(row)
     yield respond(
         row,
         id=name,
         group=row.text("group", name),
-        prompt=ids_of(row, "input_ids", _prompt(row, info)),
-        response=ids_of(row, "output_ids", response),
+        prompt=prompt,
+        response=response,
         values={"logprobs": ("meta_info.output_token_logprobs", logprobs)},
         advantages=row.get("advantages"),
+        routes=_routes(row, info, len(prompt) + len(response)),
         **temperature | common_fields(row),
     )
 
@@ -63,6 +73,13 @@ def _prompt(row: Row, info: Mapping[str, Any]) -> Any:
         action = "put the request's input_ids into the row, or ask for logprob_start_len=0"
         raise row.error("input_ids", "the prompt's token ids", came, action)
     return _columns(row, "input_token_logprobs", entries)[1]
+
+
+def _routes(row: Row, info: Mapping[str, Any], length: int) -> Any:
+    beside = {**row.fields, **{name: value for name, value in info.items() if value is not None}}
+    start = beside.get("routed_experts_start_len")
+    name = "meta_info.routed_experts"
+    return align(row, read_record(row, name, info.get("routed_experts"), beside=beside, start=start), length)
 
 
 def _columns(row: Row, name: str, entries: Sequence[Any]) -> tuple[list[Any], list[int]]:

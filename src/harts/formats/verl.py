@@ -9,14 +9,21 @@ hold text only and cannot be read.
 
 Trained are the tokens for which response_mask is 1. Behaviour log-probabilities are the first present of
 rollout_log_probs, response_logprobs, old_log_probs. Per-token scores are summed to the reward. `uid` is the group.
+
+Recorded experts (actor_rollout_ref.rollout.enable_rollout_routing_replay): `routed_experts`, [tokens, layers, experts
+per token] from the first token on, the rows that the engine recorded (agent_loop.py, AgentLoopOutput); in a batch
+int16 with a row for every place, padding included, and zeros where none is recorded: the last token, and what follows
+the last generation.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from harts.formats.padded import first_of, inside, per_token, split, zero_one
+from harts.formats.routes import align, read_record, without_filler
 from harts.formats.rows import Row, common_fields, ids_of, respond, to_numpy
 from harts.trajectory import Trajectory
 
@@ -55,17 +62,36 @@ def _trajectory(row: Row) -> Trajectory:
     if np.ndim(advantages) == 1:
         advantages = per_token(row, "advantages", length, what="response")[kept]
     name = row.text("id", row.text("request_id", row.id))
+    mask = zero_one(row, "response_mask", length, what="response")[kept]
     return respond(
         row,
         id=name,
         group=row.text("group", row.text("uid", name)),
         prompt=prompt,
         response=response[kept],
-        mask=("response_mask", zero_one(row, "response_mask", length, what="response")[kept]),
+        mask=("response_mask", mask),
         values=values,
+        routes=_routes(row, attended, mask),
         advantages=advantages,
         **_reward(row) | common_fields(row),
     )
+
+
+def _routes(row: Row, attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> Any:
+    """Experts of each attended token; recorded at least for all that a trained token follows."""
+    record = read_record(row, "routed_experts", row.get("routed_experts"), beside=row.fields)
+    if record is None:
+        return None
+    length = int(np.count_nonzero(attended))
+    experts = record.experts_RYK
+    if len(experts) == len(attended):
+        experts = experts[attended]
+    elif length < len(attended):
+        expected = f"a row for each place of prompts and responses ({len(attended)})"
+        raise row.error("routed_experts", expected, f"{len(experts)} rows", "give the batch's own tensor")
+    trained = length - len(mask) + np.flatnonzero(mask)
+    record = without_filler("routed_experts", experts)
+    return align(row, record, length, least=int(trained[-1]) if len(trained) else 0)
 
 
 def _reward(row: Row) -> dict[str, Any]:

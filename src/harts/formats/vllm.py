@@ -6,11 +6,19 @@ chat_completion}/protocol.py (choices[].token_ids; prompt_token_ids in each comp
 a chat) at commit 002032e. Log-probabilities may come as a list of {token id: Logprob}, as a FlatLogprobs, as the
 server's two forms, or as a plain list. Every output or choice becomes one trajectory `<id>/<index>` of the group
 `<id>`. vLLM reports log-probabilities before temperature unless it runs with logprobs_mode=processed_logprobs.
+
+Recorded experts (--enable-return-routed-experts): `routed_experts` of the output, a numpy array, or of the choice, the
+base64 of an .npy file: a row for each token of prompt and response but the last, uint8, uint16 or int32 [tokens - 1,
+num_hidden_layers, num_experts_per_tok] (protocol.py as above; vllm/distributed/aux_output_connector/connector.py at
+commit 09155ae). A request's `routed_experts_prompt_start` takes rows off its front (vllm/sampling_params.py at commit
+00388f6). vLLM 0.21 had the prompt's apart, in `prompt_routed_experts` beside the outputs, as int16 or nested lists,
+with -1 where the prefix cache was hit (docs/training/routed_experts_replay.md at commit 0087e00).
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from harts.formats.routes import align, join, read_record
 from harts.formats.rows import Row, common_fields, ids_of, respond
 from harts.trajectory import Trajectory
 
@@ -48,9 +56,27 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
             prompt=ids_of(row, "prompt_token_ids", prompt),
             response=ids_of(row, f"{place}.token_ids", response),
             values={"logprobs": (f"{place}.logprobs", logprobs)},
+            routes=_routes(row, place, output, len(prompt), len(prompt) + len(response)),
             advantages=_get(output, "advantages", row.get("advantages")),
             **common_fields(row) | _reward(output),
         )
+
+
+def _routes(row: Row, place: str, output: Any, prompt: int, length: int) -> Any:
+    """Experts of each of `length` tokens, `prompt` of them the prompt's."""
+    sampling = row.get("sampling_params")
+    start = row.get("routed_experts_prompt_start")
+    if start is None and sampling is not None:
+        start = _get(sampling, "routed_experts_prompt_start")
+    name = f"{place}.routed_experts"
+    given = row.get("prompt_routed_experts")
+    of_prompt = read_record(row, "prompt_routed_experts", given, beside=row.fields)
+    if of_prompt is None:
+        record = read_record(row, name, _get(output, "routed_experts"), beside=row.fields, start=start)
+    else:
+        of_response = read_record(row, name, _get(output, "routed_experts"), beside=row.fields)
+        record = join(row, of_prompt, of_response, boundary=prompt)
+    return align(row, record, length)
 
 
 def _reward(output: Any) -> dict[str, Any]:
