@@ -258,6 +258,7 @@ def test_recorded_routes_part_rows_too() -> None:
     ]
     report = explain(rows, decoder=QwenDecoder())
     assert (report.sizes.tree, report.misses, report.duplicates) == (60, (), (("a", "c"),))
+    assert report.groups[0].partings == {"keys": 1}
 
 
 @settings(deadline=None, max_examples=40)

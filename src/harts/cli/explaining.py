@@ -130,6 +130,7 @@ def _groups(console: Console, report: Report, most: int) -> None:
         "sampled",
         "given",
         "one of each",
+        "keys",
         "lost",
     )
     table = output.table(title, "group", *columns)
@@ -141,7 +142,7 @@ def _groups(console: Console, report: Report, most: int) -> None:
             *(shown(value) for value in (group.trajectories, sizes.per_call, sizes.prefix, sizes.tree)),
             f"{sizes.per_call / sizes.tree:.2f}",
             *(shown(value) for value in (group.duplicates, group.first_parting)),
-            *(shown(why.get(reason, 0)) for reason in ("sampled", "given", "sampled or given")),
+            *(shown(why.get(reason, 0)) for reason in ("sampled", "given", "sampled or given", "keys")),
             shown(group.lost),
         )
     console.print(table)

@@ -55,7 +55,8 @@ class Group:
         sizes: of its own tree.
         duplicates: trajectories whose tokens an earlier one of the group has.
         partings: reason -> branch points. `sampled`: the model wrote other tokens; `given`: prompts or observations
-            differ; `sampled or given`: one continuation was sampled, another given, as where a context is rewritten.
+            differ; `sampled or given`: one continuation was sampled, another given, as where a context is rewritten;
+            `keys`: the token is the same, its recorded experts or merge keys are not.
         first_parting: tokens before the first branch point of the group, None where there is none.
         lost: rows that its near misses cost; those between groups are not counted.
     """
@@ -217,15 +218,17 @@ def _partings(tree: PrefixTree) -> tuple[dict[str, dict[str, int]], dict[str, in
     """For each group, branch points by reason, and the depth of the first one."""
     partings: dict[str, Counter[str]] = defaultdict(Counter)
     first: dict[str, int] = {}
-    trained = tree.trained_T[tree.start_S].tolist()
+    trained, tokens = tree.trained_T[tree.start_S].tolist(), tree.token_ids_T[tree.start_S].tolist()
     for branch in branches_of(tree, range(tree.num_trajectories)):
-        sides: dict[str, list[bool]] = defaultdict(list)
+        sides: dict[str, list[tuple[bool, int]]] = defaultdict(list)
         for segment, below in zip(branch.segments, branch.children, strict=True):
             for name in dict.fromkeys(tree.trajectories[at].group for at in below):
-                sides[name].append(trained[segment])
-        for name, sampled in sides.items():
-            if len(sampled) > 1:
+                sides[name].append((trained[segment], tokens[segment]))
+        for name, starts in sides.items():
+            if len(starts) > 1:
+                sampled, ids = zip(*starts, strict=True)
                 reason = "sampled" if all(sampled) else "sampled or given" if any(sampled) else "given"
+                reason = "keys" if len(set(ids)) == 1 else reason
                 partings[name][reason] += 1
                 first[name] = min(branch.depth, first.get(name, branch.depth))
     return {name: dict(counts) for name, counts in partings.items()}, first
