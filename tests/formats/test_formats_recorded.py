@@ -220,7 +220,9 @@ def test_verl_batches() -> None:
         assert (one.routes.tolist(), two.routes.tolist()) == (ROUTES.tolist(), SHORT)
     short = PADDED.copy()
     short[0, 5] = 0  # the token before the last trained one
-    refused({**BATCH, "routed_experts": short}, "verl", "routed_experts", "expected 4 rows, for tokens 0 to 3", "3 rows")
+    refused(
+        {**BATCH, "routed_experts": short}, "verl", "routed_experts", "expected 4 rows, for tokens 0 to 3", "3 rows"
+    )
     none = {**BATCH, "routed_experts": np.zeros_like(PADDED)}
     assert [one.routes for one in read([none])] == [None, None]
 
