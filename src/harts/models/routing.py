@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from harts.layout import PackedTree
 from harts.models.row_floor import cut_rows, fill_rows
@@ -31,6 +30,7 @@ from harts.ops.moe import (
     TokenCount,
     count_tokens,
     load_balancing_loss,
+    router_logits,
     router_sums,
     router_z_loss,
 )
@@ -49,8 +49,9 @@ class RouterConfig:
         balance_coefficient, z_coefficient: of the two losses in `RouterOutput.aux_loss`.
         layers, load_per: form of the balancing loss; the defaults are transformers' form.
         routes: keep the experts that each row ran, in `RouterOutput.routes_YTK`.
-        exact: compute router logits in fp32 whatever the model's dtype, and break ties by index, so that a row's
-            experts do not depend on the rows beside it. In lower precision this is another model than without.
+        exact: compute router logits in fp32 whatever the model's dtype, TF32 or autocast, from products in fp64 of a
+            fixed number of rows (`harts.ops.moe.router_logits`), and break ties by index, so that a row's experts
+            depend on its hidden state alone. In lower precision this is another model than without.
 
     Raises:
         ValueError: an unknown name, or a coefficient that is negative or not finite.
@@ -158,8 +159,7 @@ class Routing:
         self.ran.add(place)
         exact = self.config is not None and self.config.exact
         if exact:
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
-            logits_FE = linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), router.weight.to(dtype))
+            logits_FE = router_logits(hidden.reshape(-1, hidden.shape[-1]), router.weight)
         if exact or self.forced_TYK is not None:
             probs_FE = torch.softmax(logits_FE, dim=-1, dtype=torch.float)
             if exact:  # a stable sort puts the lower of two equal experts first
