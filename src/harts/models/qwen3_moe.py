@@ -1,8 +1,13 @@
 """What `harts.models.fuse` swaps into Qwen3-MoE; its attention goes through transformers' interface."""
 
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP, Qwen3MoeRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeExperts,
+    Qwen3MoeMLP,
+    Qwen3MoeRMSNorm,
+)
 
 from harts.models.fuse import FusedMLP, FusedNorm
+from harts.models.fused_moe import FusedExperts
 
 __all__ = ["FUSED"]
 
@@ -19,4 +24,14 @@ class FusedQwen3MoeMLP(FusedMLP, Qwen3MoeMLP):  # type: ignore[misc]
     stands_for = Qwen3MoeMLP
 
 
-FUSED = (FusedQwen3MoeRMSNorm, FusedQwen3MoeMLP)
+class FusedQwen3MoeExperts(FusedExperts, Qwen3MoeExperts):  # type: ignore[misc]
+    """Stands in for a `Qwen3MoeExperts`."""
+
+    stands_for = Qwen3MoeExperts
+
+
+FUSED = (
+    FusedQwen3MoeRMSNorm,
+    FusedQwen3MoeMLP,
+    FusedQwen3MoeExperts,
+)

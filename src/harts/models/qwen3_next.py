@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextAttention,
+    Qwen3NextExperts,
     Qwen3NextGatedDeltaNet,
     Qwen3NextMLP,
     Qwen3NextRMSNorm,
     Qwen3NextRMSNormGated,
+    Qwen3NextSparseMoeBlock,
 )
 
 from harts.models.fuse import FusedAttention, FusedGatedNorm, FusedMLP, FusedZeroCentredNorm
+from harts.models.fused_moe import FusedExperts, FusedSharedExpertBlock
 from harts.models.gated_delta_net import TreeMixer
 
 __all__ = ["FUSED", "TreeGatedDeltaNet"]
@@ -58,5 +61,24 @@ class FusedQwen3NextAttention(FusedAttention, Qwen3NextAttention):  # type: igno
     stands_for = Qwen3NextAttention
 
 
-FUSED = (FusedQwen3NextRMSNorm, FusedQwen3NextRMSNormGated, FusedQwen3NextMLP, FusedQwen3NextAttention)
+class FusedQwen3NextExperts(FusedExperts, Qwen3NextExperts):  # type: ignore[misc]
+    """Stands in for a `Qwen3NextExperts`."""
+
+    stands_for = Qwen3NextExperts
+
+
+class FusedQwen3NextSparseMoeBlock(FusedSharedExpertBlock, Qwen3NextSparseMoeBlock):  # type: ignore[misc]
+    """Stands in for a `Qwen3NextSparseMoeBlock`."""
+
+    stands_for = Qwen3NextSparseMoeBlock
+
+
+FUSED = (
+    FusedQwen3NextRMSNorm,
+    FusedQwen3NextRMSNormGated,
+    FusedQwen3NextMLP,
+    FusedQwen3NextAttention,
+    FusedQwen3NextExperts,
+    FusedQwen3NextSparseMoeBlock,
+)
 """What `harts.models.fuse` swaps in."""
