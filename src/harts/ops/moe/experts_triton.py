@@ -194,10 +194,14 @@ def _constants(y_SD: Tensor, slot_TK: Tensor, gate_D: Tensor | None) -> dict[str
     return {
         "K": slot_TK.shape[1],
         "SHARED": gate_D is not None,
-        "SUM": tl.float64 if y_SD.dtype == torch.float64 else tl.float32,
+        "SUM": _sum_type(y_SD),
         "BLOCK_D": block,
         "num_warps": 8 if block >= 4096 else 4,
     }
+
+
+def _sum_type(tensor: Tensor) -> Any:
+    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
 def _gate_gradient(x_TD: Tensor, grad_logit_T: Tensor) -> Tensor:
@@ -213,6 +217,7 @@ def _gate_gradient(x_TD: Tensor, grad_logit_T: Tensor) -> Tensor:
         rows,
         size,
         strip_rows,
+        SUM=_sum_type(x_TD),
         BLOCK_T=block_rows,
         BLOCK_D=block,
         num_warps=4,
@@ -304,10 +309,10 @@ def _combine_backward(
     if SHARED:
         gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(SUM)
         shared = tl.load(shared_ptr + place, mask=inside, other=0.0).to(SUM)
-        open = 1.0 / (1.0 + tl.exp(-tl.load(logit_ptr + row)))
-        grad_logit = tl.sum(grad * shared, 0) * open * (1.0 - open)
+        share = 1.0 / (1.0 + tl.exp(-tl.load(logit_ptr + row)))
+        grad_logit = tl.sum(grad * shared, 0) * share * (1.0 - share)
         tl.store(grad_logit_ptr + row, grad_logit)
-        tl.store(grad_shared_ptr + place, (grad * open).to(grad_shared_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_shared_ptr + place, (grad * share).to(grad_shared_ptr.dtype.element_ty), mask=inside)
         tl.store(grad_x_ptr + place, (grad_logit * gate).to(grad_x_ptr.dtype.element_ty), mask=inside)
 
 
@@ -319,19 +324,20 @@ def _gate_gradients(
     rows,
     size,
     strip_rows,
+    SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     strip = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     stop = tl.minimum((strip + 1) * strip_rows, rows)
-    total = tl.zeros([BLOCK_D], partial_ptr.dtype.element_ty)
+    total = tl.zeros([BLOCK_D], SUM)
     for first in range(strip * strip_rows, stop, BLOCK_T):
         row = first + tl.arange(0, BLOCK_T)
         grad_logit = tl.load(grad_logit_ptr + row, mask=row < stop, other=0.0)
         inside = (row < stop)[:, None] & (column < size)[None, :]
         x = tl.load(x_ptr + row[:, None] * size + column[None, :], mask=inside, other=0.0)
-        total += tl.sum(x.to(grad_logit.dtype) * grad_logit[:, None], 0)
+        total += tl.sum(x.to(SUM) * grad_logit[:, None], 0)
     tl.store(partial_ptr + strip * size + column, total, mask=column < size)
 
 
@@ -342,5 +348,5 @@ def _zero_empty(grad_ptr, stop_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constex
     if start == tl.load(stop_ptr + expert):
         for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
             column = first + tl.arange(0, BLOCK)
-            zero = tl.zeros([BLOCK], grad_ptr.dtype.element_ty)
+            zero = tl.zeros([BLOCK], tl.float32).to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + expert * size + column, zero, mask=column < size)
