@@ -135,7 +135,24 @@ def test_a_long_arm_has_one_turn_and_one_that_would_not_fit_none(
     assert once.speedup() == pytest.approx(once.arms["rows"].median_s / once.arms["tree"].median_s)
     assert [list(part.arms) for part in parts] == [["rows"], ["rows", "tree"]]
     none = measure(model, trajectories, setting, turns=1, seconds=-1.0)
-    assert (none.arms, none.left_out, none.speedup()) == ({}, ("rows", "tree"), None)
+    assert (none.arms, none.left_out, none.speedup()) == ({}, {"rows": "time", "tree": "time"}, None)
+
+
+def test_an_arm_that_the_memory_does_not_hold_is_left_out(
+    model: torch.nn.Module, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = harts.testing.measure.run_step
+
+    def full(model: torch.nn.Module, batch: Batch, **settings: Any) -> torch.Tensor:
+        if batch.arm == "rows" and batch.tree.num_tokens > 2000:
+            raise torch.OutOfMemoryError
+        return plain(model, batch, **settings)
+
+    monkeypatch.setattr(harts.testing.measure, "run_step", full)
+    measured = measure(model, trajectories, Setting(token_budget=900), turns=2)
+    assert measured.left_out == {"rows": "memory"}
+    assert len(measured.arms["tree"].seconds) == 2
+    assert measured.arms["tree"].compared_with == "tree"
 
 
 def test_where_merging_merges_nothing_merged_rows_are_rows(

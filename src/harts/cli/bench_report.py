@@ -89,7 +89,7 @@ def report(measured: Measurement, header: Mapping[str, Any]) -> Record:
         "flop_limit": {"rows": measured.flop_limit, "merged": measured.flop_limit_merged},
         "head_share": measured.head_share,
         "ok": all(agree.values()),
-        "left_out": list(measured.left_out),
+        "left_out": dict(measured.left_out),
         "arms": arms,
     }
 
@@ -136,8 +136,8 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
                     f"{output.number(found['logprob_max_abs'])} from those of {found['compared_with']}; no speed is "
                     "shown. Run harts check with this model."
                 )
-        if each["left_out"]:
-            console.print(f"{each['workload']}: left out {', '.join(each['left_out'])}, for want of time")
+        for arm, why in each["left_out"].items():
+            console.print(f"{each['workload']}, {arm}: left out for want of {why}")
 
 
 def _title(each: Mapping[str, Any]) -> str:

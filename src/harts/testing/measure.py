@@ -89,14 +89,14 @@ class Measurement:
 
     Attributes:
         arms: by name.
-        left_out: arms that would not have fitted into the time given.
+        left_out: arms without a result, and why: "time", they would not have fitted into it, or "memory".
         flop_limit: model FLOPs of separate rows over those of the tree.
         flop_limit_merged: model FLOPs of merged rows over those of the tree.
         head_share: share of the head in the tree's model FLOPs of a forward pass.
     """
 
     arms: Mapping[Arm, ArmResult]
-    left_out: tuple[Arm, ...]
+    left_out: Mapping[Arm, Literal["time", "memory"]]
     flop_limit: float
     flop_limit_merged: float
     head_share: float
@@ -148,7 +148,8 @@ def measure(
         arms: which to run, each once a turn, after some short trajectories that are not timed.
         turns: how often each arm runs.
         once_above: an arm whose first turn took more seconds than this has no second one.
-        seconds: of everything; an arm that would not fit, by its FLOPs, is left out.
+        seconds: of everything; an arm that would not fit, by its FLOPs, is left out, as is one that the device's memory
+            does not hold.
         clock: "wall", or "cpu" for the processor time of this process, all its threads together: on a CPU that other
             programs use too, with one thread, what the wall clock would show if they did not.
         progress: called with a line before each run.
@@ -175,13 +176,11 @@ def measure(
             if turn > 0 and (runs is None or runs.seconds[0] > once_above):
                 continue
             if turn >= 0 and time.monotonic() + bench.expected_s(arm) > stop:
-                bench.left_out.append(arm)
+                bench.left_out.setdefault(arm, "time")
                 continue
             progress(f"{arm}, {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}")
-            if turn < 0:
-                bench.warm_up(arm)
-            else:
-                bench.run(arm)
+            bench.attempt(bench.warm_up if turn < 0 else bench.run, arm)
+            if turn >= 0:
                 keep(bench.measurement())
     return bench.measurement()
 
@@ -213,7 +212,7 @@ class _Bench:
         self.trees = {arm: PrefixTree.build(trajectories, share=ARMS[arm]) for arm in _BASELINES}
         self.counts = {arm: count(tree) for arm, tree in self.trees.items()}
         self.runs: dict[Arm, _Runs] = {}
-        self.left_out: list[Arm] = []
+        self.left_out: dict[Arm, Literal["time", "memory"]] = {}
 
     def work(self, arm: Arm) -> float:
         """Model FLOPs of an arm."""
@@ -225,6 +224,14 @@ class _Bench:
             return self.runs[arm].seconds[-1]
         paces = [runs.seconds[0] / self.work(other) for other, runs in self.runs.items()]
         return 1.2 * self.work(arm) * max(paces, default=0.0)
+
+    def attempt(self, run: Callable[[Arm], None], arm: Arm) -> None:
+        """Runs an arm if the memory holds it."""
+        try:
+            run(arm)
+        except torch.OutOfMemoryError:
+            self.left_out.setdefault(arm, "memory")
+            self.model.zero_grad(set_to_none=True)
 
     def warm_up(self, arm: Arm) -> None:
         """Compiles what has to be compiled, on the shortest trained trajectories, which take a second."""
@@ -266,7 +273,7 @@ class _Bench:
         head = forward_flops(self.config).trained_rows * counts["tree"].trained_rows
         return Measurement(
             arms={arm: self._result(arm) for arm in self.runs},
-            left_out=tuple(arm for arm in dict.fromkeys(self.left_out) if arm not in self.runs),
+            left_out={arm: why for arm, why in self.left_out.items() if arm not in self.runs},
             flop_limit=flop_limit(self.config, counts["rows"], counts["tree"]),
             flop_limit_merged=flop_limit(self.config, counts["merged"], counts["tree"]),
             head_share=head / flops(self.config, counts["tree"], backward=False),
