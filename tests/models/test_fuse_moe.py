@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 from harts.layout import PackedTree, pack
 from harts.models import RouterConfig, attach, detach, logprobs, recompute_activations, tiny_model
 from harts.models.fuse import fuse, unfuse
+from harts.ops.kernels import Kernels
 from harts.testing.fp64 import all_fp64
 from harts.testing.trees import AWKWARD, random_trajectories
 from harts.trajectory import Trajectory
@@ -41,10 +42,12 @@ def with_routes(trajectories: list[Trajectory], layers: int) -> list[Trajectory]
     return done
 
 
-def score(model: nn.Module, packed: PackedTree) -> tuple[Tensor, Any, dict[str, Tensor]]:
+def score(
+    model: nn.Module, packed: PackedTree, kernels: Kernels | None = None
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """Log-probs, what the routers gave, and gradients of both."""
     model.zero_grad()
-    values, router = logprobs(model, packed, router=ROUTER)
+    values, router = logprobs(model, packed, router=ROUTER, kernels=kernels or Kernels())
     weight_N = torch.randn(len(values), generator=torch.Generator().manual_seed(2)).to(values)
     ((values * weight_N).sum() + router.aux_loss()).backward()
     return values.detach(), router, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -87,6 +90,15 @@ def test_kernels_equal_eager_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEMS)
+def test_dummy_rows_change_nothing(name: str) -> None:
+    model = fuse(attach(tiny_model(name, dtype=torch.float64)).to(DEVICE), impl="reference")
+    packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
+    with all_fp64():
+        expected = score(model, packed)
+        assert_equal(score(model, packed, Kernels(min_rows=packed.num_rows + 37)), expected, 1e-10)
+
+
+@pytest.mark.parametrize("name", STEMS)
 def test_everything_is_swapped_and_swapped_back(name: str) -> None:
     model = tiny_model(name)
     tokens = torch.arange(12)[None]
@@ -119,14 +131,14 @@ def test_a_broken_shared_gate_is_noticed(name: str) -> None:
 
 def test_lora_on_experts_runs_and_on_the_shared_gate_is_refused() -> None:
     peft = pytest.importorskip("peft")
-    packed = pack(PrefixTree.build(AWKWARD["star"]))
+    packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
     config = peft.LoraConfig(
         r=2,
         target_modules=["out_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         init_lora_weights=False,
     )
-    lora = attach(peft.get_peft_model(tiny_model("tiny-qwen3.5-moe", num_hidden_layers=2), config))
+    lora = attach(peft.get_peft_model(tiny_model("tiny-qwen3.5-moe", num_hidden_layers=2).to(DEVICE), config))
     expected = logprobs(lora, packed)
     for impl in ("reference", "triton"):
         fused_values = logprobs(fuse(lora, impl=impl), packed)
@@ -139,7 +151,8 @@ def test_lora_on_experts_runs_and_on_the_shared_gate_is_refused() -> None:
     assert all(grad is not None and grad.any() for grad in grads)
     config = peft.LoraConfig(r=2, target_modules=["shared_expert_gate"])
     lora = fuse(
-        attach(peft.get_peft_model(tiny_model("tiny-qwen3.5-moe", num_hidden_layers=2), config)), impl="reference"
+        attach(peft.get_peft_model(tiny_model("tiny-qwen3.5-moe", num_hidden_layers=2).to(DEVICE), config)),
+        impl="reference",
     )
     with pytest.raises(ValueError, match="leave it out of LoRA"):
         logprobs(lora, packed)
