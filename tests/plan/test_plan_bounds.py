@@ -126,3 +126,11 @@ def test_a_hint_promises_no_more_than_planning_again_gives() -> None:
         promised = "needs no cut" in tight.hints[0]
         assert promised == (again.recomputed_rows == 0)
         assert promised or f"{tight.uncut_budget:,} fits every tree into one microbatch" in tight.hints[0]
+
+
+@pytest.mark.parametrize("cost_model", [CostModel.of_rows(), MIXED])
+def test_many_short_rows_fill_few_microbatches(cost_model: CostModel) -> None:
+    rng = np.random.default_rng(0)
+    rows = [[row, *rng.integers(0, 9, int(rng.integers(300, 1_000)))] for row in range(400)]
+    plan = make_plan(PrefixTree.build(to_trajectories(rng, rows)), token_budget=7_000, cost_model=cost_model)
+    assert plan.slots <= 1.05 * sum(map(len, rows)) / 7_000 + 1

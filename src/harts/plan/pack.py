@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 Bin = tuple[float, int, int, int]
 
 _TRIES = 16
-"""Bins tried downwards from the best fit by cost where rows or keys do not fit."""
+"""Bins tried downwards from the best fit where rows or keys do not fit, and then of those that cost least."""
 
 
 class _Packer:
@@ -54,11 +54,13 @@ class _Packer:
         """Joins the bin to the fullest one that takes it, or opens another."""
         cost, rows, keys, leaf = one
         most_rows, most_keys = self.rows + saved_rows - rows, self.keys - keys
-        at = bisect_left(bins, (limit - cost, np.inf, 0, 0)) - 1
+        # where rows are what fills a bin, the fullest that takes this one costs about as much per row as it does
+        at = bisect_left(bins, (min(limit - cost, most_rows * (cost / rows)), np.inf, 0, 0)) - 1
         if self.chance is not None and at >= 0:  # now and then not the fullest, or none
             draw = self.chance.random()
             at = -1 if draw < self.whim else int(at * self.chance.random()) if draw < 2 * self.whim else at
-        for index in range(at, max(at - _TRIES, -1), -1):
+        lowest = max(at - _TRIES, -1)
+        for index in (*range(at, lowest, -1), *range(min(lowest, _TRIES - 1), -1, -1)):
             other = bins[index]
             if other[1] <= most_rows and other[2] <= most_keys:
                 del bins[index]

@@ -63,11 +63,11 @@ def search_partition(problem: Problem) -> tuple[Ints, float]:
 
 
 class _Search:
-    """Keeps the best partition seen: least makespan, then least total cost."""
+    """Keeps the best partition seen: least makespan, then least total cost, then fewest microbatches."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.best = (inf, inf)
+        self.best = (inf, inf, 0)
         self.part_L = np.zeros(0, np.int64)
         self.count = 0
 
@@ -78,7 +78,7 @@ class _Search:
         return self.best[1] / (ceil(self.count / replicas) * replicas)
 
     def _offer(self, part_L: Ints, costs: list[float]) -> None:
-        value = (sum_of_slowest(costs, self.problem.num_replicas), sum(costs))
+        value = (sum_of_slowest(costs, self.problem.num_replicas), sum(costs), len(costs))
         if value < self.best:
             self.best, self.part_L, self.count = value, part_L, len(costs)
 
