@@ -114,7 +114,12 @@ def prepare(
 
 
 def run_step(
-    model: nn.Module, batch: Batch, *, kernels: Kernels | None = None, weights_B: Sequence[float] | None = None
+    model: nn.Module,
+    batch: Batch,
+    *,
+    kernels: Kernels | None = None,
+    weights_B: Sequence[float] | None = None,
+    most: int | None = None,
 ) -> Tensor:
     """Forward and backward of every microbatch; gradients are left in the model.
 
@@ -125,32 +130,32 @@ def run_step(
         batch: from `prepare`.
         kernels: implementations of the ops.
         weights_B: a weight per trajectory; None: 1.
+        most: run only this many microbatches.
 
     Returns:
-        Log-probs of all tokens of the batch's trajectories, in their order, [N], fp64, on the CPU.
+        Log-probs of all tokens of the batch's trajectories, in their order, [N], fp64, on the CPU; 0 where none ran.
     """
     trained = sum(each.num_trained for each in batch.tree.trajectories)
     offset_B1 = batch.tree.offset_B1
     scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
-    scored: list[tuple[Sequence[int], Sequence[Tensor]]] = []
-    microbatches = list(zip(batch.plan.microbatches, batch.packed, strict=True))
+    scored: list[tuple[Sequence[int], Tensor]] = []
+    microbatches = list(zip(batch.plan.microbatches, batch.packed, strict=True))[:most]
     for (microbatch,), packed in reversed(microbatches) if batch.arm == "shuffled" else microbatches:
         members: Sequence[int] = microbatch.trajectories
+        lengths = [len(batch.tree.trajectories[index]) for index in members]
         weight_B = torch.tensor([1.0 if weights_B is None else weights_B[index] for index in members])
         if batch.arm == "plain":
-            parts: Sequence[Tensor] = _run_plain(
-                model, [batch.tree.trajectories[index] for index in members], weight_B / -trained
-            )
+            alone = [batch.tree.trajectories[index] for index in members]
+            values_N = torch.cat(_run_plain(model, alone, weight_B / -trained))
         else:
             values_N = logprobs(model, packed, kernels=kernels)
-            length_B = torch.tensor([len(batch.tree.trajectories[index]) for index in members])
-            weight_N = (weight_B / -trained).repeat_interleave(length_B).to(values_N)
+            weight_N = (weight_B / -trained).repeat_interleave(torch.tensor(lengths)).to(values_N)
             (values_N * weight_N).sum().backward()  # type: ignore[no-untyped-call]
-            parts = packed.split(values_N.detach())
-        scored.append((members, parts))
-    for members, parts in scored:  # at the end, so that no copy waits for the device between microbatches
-        for index, values in zip(members, parts, strict=True):
-            scores_N[offset_B1[index] : offset_B1[index + 1]] = values.to(scores_N)
+        scored.append((members, values_N.detach()))
+    for members, values_N in scored:  # at the end, so that no copy waits for the device between microbatches
+        lengths = [len(batch.tree.trajectories[index]) for index in members]
+        for index, values in zip(members, torch.split(values_N.to(scores_N), lengths), strict=True):
+            scores_N[offset_B1[index] : offset_B1[index + 1]] = values
     return scores_N
 
 

@@ -145,7 +145,8 @@ def measure(
             last arm needed it.
         trajectories: the batch, with a trained token.
         setting: of all arms.
-        arms: which to run, each once a turn, after some short trajectories that are not timed.
+        arms: which to run, each once a turn, after a run that is not timed: of the tree's first microbatch,
+            and of short trajectories in the other arms.
         turns: how often each arm runs.
         once_above: an arm whose first turn took more seconds than this has no second one.
         seconds: of everything; an arm that would not fit, by its FLOPs, is left out, as is one that the device's memory
@@ -232,22 +233,23 @@ class _Bench:
         except torch.OutOfMemoryError:
             self.left_out.setdefault(arm, "memory")
             self.model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
 
     def warm_up(self, arm: Arm) -> None:
-        """Compiles what has to be compiled, on the shortest trained trajectories, which take a second."""
+        """Compiles what has to be compiled: runs a microbatch of the tree, and short trajectories as the other arms."""
         set_up(self.model, arm, self.setting)
-        short: list[Trajectory] = []
+        some: list[Trajectory] = []
         for each in sorted((each for each in self.trajectories if each.num_trained), key=len):
-            if not short or sum(map(len, short)) + len(each) <= min(_WARM_UP_ROWS, self.setting.token_budget):
-                short.append(each)
-        run_step(self.model, self._prepare(short, arm), kernels=self.setting.kernels)
+            if not some or sum(map(len, some)) + len(each) <= min(_WARM_UP_ROWS, self.setting.token_budget):
+                some.append(each)
+        batch = self._prepare(self.trajectories if arm == "tree" else some, arm)
+        run_step(self.model, batch, kernels=self.setting.kernels, most=1)
         self.model.zero_grad(set_to_none=True)
 
     def run(self, arm: Arm) -> None:
         """Prepares and runs an arm once."""
         set_up(self.model, arm, self.setting)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         start = self.now()
         batch = self._prepare(self.trajectories, arm)
