@@ -1,7 +1,6 @@
 """harts bench: how much faster is a tree than packed separate rows, and how near is that to the limit?"""
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from harts.cli import options, output
 from harts.cli.bench_report import Records, render, report
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype, vocabulary_of
 from harts.cost import CostModel, count, model_identity
+from harts.models import attach, default_kernels
 from harts.models.attach import find_backbone
 from harts.models.device import to_device
+from harts.models.fuse import can_fuse
 from harts.ops.kernels import Kernels
 from harts.testing.arms import ARMS, Arm, Setting, prepare, run_step, set_up
 from harts.testing.environment import environment, profiled
@@ -301,18 +302,13 @@ class _Job:
         price = None
         if self.cost_model is not None:
             price = CostModel.load(self.cost_model, model=model_identity(find_backbone(model).config))
-        kernels = dataclasses.replace(Kernels.for_device(self.about["device"]), deterministic=self.deterministic)
-        setting = Setting(
+        return Setting(
             token_budget=budget,
-            kernels=kernels,
-            fused=True,
+            kernels=default_kernels(model, deterministic=self.deterministic),
+            fused=can_fuse(attach(model)) if self.fuse is None else self.fuse,
             recompute=not on_cpu if self.recompute is None else self.recompute,
             cost_model=price,
         )
-        fused = self.fuse
-        if fused is None:
-            fused = not on_cpu and _can_fuse(model, setting)
-        return dataclasses.replace(setting, fused=fused)
 
     def _measure(
         self,
@@ -346,12 +342,3 @@ class _Job:
                 run_step(model, batch, kernels=setting.kernels)
             model.zero_grad(set_to_none=True)
         return records.put(header, report(measured, header), whole=not measured.left_out)
-
-
-def _can_fuse(model: nn.Module, setting: Setting) -> bool:
-    try:
-        set_up(model, "tree", setting)
-    except (ValueError, ImportError) as error:
-        sys.stderr.write(f"bench: not fused: {error}\n")
-        return False
-    return True

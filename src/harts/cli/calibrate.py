@@ -9,8 +9,8 @@ from rich.console import Console
 
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, load_model, to_dtype
-from harts.models import attach, recompute_activations
-from harts.ops.kernels import Kernels
+from harts.models import attach, default_kernels, recompute_activations
+from harts.models.fuse import can_fuse, fuse
 from harts.testing.calibrate import calibrate as measure
 
 __all__ = ["calibrate"]
@@ -37,9 +37,10 @@ def calibrate(
     loaded = attach(load_model(model, dtype=to_dtype(dtype), device=device, vocab_size=vocab_size))
     if recompute:
         recompute_activations(loaded)
-    kernels = Kernels.for_device(device)
+    if can_fuse(loaded):  # as harts train does
+        fuse(loaded)
     with output.watch("calibrating") as tell:
-        found = measure(loaded, max_rows=max_rows, kernels=kernels, log=tell)
+        found = measure(loaded, max_rows=max_rows, kernels=default_kernels(loaded), log=tell)
     found.cost_model.save(out)
     document: dict[str, Any] = {
         "out": str(out),

@@ -9,6 +9,7 @@ G key heads.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from harts.layout import PackedTree
@@ -18,6 +19,7 @@ from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.twins import swap, swap_back
 from harts.ops import attention, fused
 from harts.ops.kernels import Kernels
+from harts.ops.requirements import has_triton
 
 __all__ = [
     "FusedAttention",
@@ -25,6 +27,7 @@ __all__ = [
     "FusedMLP",
     "FusedNorm",
     "FusedZeroCentredNorm",
+    "can_fuse",
     "fuse",
     "fused_impl",
     "unfuse",
@@ -164,6 +167,14 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
     for twin in swap(backbone.text, classes):
         vars(twin)[_IMPL] = impl
     return model
+
+
+def can_fuse(model: nn.Module) -> bool:
+    """Whether `fuse` takes an attached model as it is now: its family and activation, in bf16 on a CUDA GPU."""
+    backbone = find_backbone(model)
+    parameter = next(backbone.text.parameters())
+    known = bool(backbone.family.fused_classes()) and backbone.config.hidden_act == "silu"
+    return known and parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and has_triton()
 
 
 def unfuse(model: nn.Module) -> nn.Module:

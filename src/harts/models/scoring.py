@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harts.formats import check_vocabulary
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
+from harts.models.kernel_choice import default_kernels
 from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
 from harts.models.row_floor import cut_rows, repeat_first
 from harts.ops import row_logprobs
@@ -74,7 +75,7 @@ def logprobs(
         packed: from `harts.pack`, on the model's device.
         entropy: also return the entropy (nats) of the distribution that each trained token was predicted from, in the
             same form, differentiable too.
-        kernels: implementations of the ops; None: the fastest on a CUDA GPU, plain ones elsewhere.
+        kernels: implementations of the ops; None: `harts.models.default_kernels`, the fastest that take the model.
         router: what to take from the routers of a mixture-of-experts model: loads, balancing loss, z-loss.
 
     Returns:
@@ -88,7 +89,7 @@ def logprobs(
             given, or those do not fit it.
     """
     backbone = find_backbone(model)
-    kernels = kernels or Kernels.for_device(packed.device)
+    kernels = kernels or default_kernels(model)
     weight_VD, bias_V = _head_weight(backbone)
     _check(model, backbone, packed, weight_VD)
     routing = _start_routing(backbone, packed, router)

@@ -45,11 +45,6 @@ class Kernels:
             )
 
     @staticmethod
-    def for_device(device: torch.device | str) -> "Kernels":
-        """What `harts.logprobs` and `harts train` take where nothing is named: `fastest` on a CUDA GPU, else plain."""
-        return Kernels.fastest() if torch.device(device).type == "cuda" else Kernels()
-
-    @staticmethod
     def fastest(*, deterministic: bool = False) -> "Kernels":
         """The fastest of this installation: our Triton kernels and a flash kernel on a CUDA GPU, else the defaults.
 

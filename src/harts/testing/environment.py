@@ -19,7 +19,8 @@ def environment(commit: str | None = None) -> dict[str, str]:
     """Names the device, versions, commit and command of a measurement, without any path of this machine.
 
     Args:
-        commit: of the code; None asks git, then the environment variable HARTS_COMMIT.
+        commit: of the code; None takes the environment variable HARTS_COMMIT, for a copy of the code, or asks git. With
+            changes that are not committed it ends in "+changes".
     """
     on_gpu = torch.cuda.is_available()
     found = {"gpu": torch.cuda.get_device_name()} if on_gpu else {"threads": str(torch.get_num_threads())}
@@ -27,13 +28,19 @@ def environment(commit: str | None = None) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     found["torch"] = torch.__version__  # with what it was built for
-    if commit is None:
-        with contextlib.suppress(OSError):
-            call = ["git", "rev-parse", "--short=12", "HEAD"]
-            commit = subprocess.run(call, capture_output=True, text=True, check=False).stdout.strip()
-        commit = commit or os.environ.get("HARTS_COMMIT", "unknown")
+    commit = commit or os.environ.get("HARTS_COMMIT") or _git_commit()
     command = [Path(word).name if "/" in word else word for word in sys.argv]
     return {**found, "commit": commit, "command": " ".join(command)}
+
+
+def _git_commit() -> str:
+    def git(*words: str) -> str:
+        with contextlib.suppress(OSError):
+            return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+        return ""
+
+    commit = git("rev-parse", "--short=12", "HEAD") or "unknown"
+    return commit + "+changes" * bool(git("status", "--porcelain", "--untracked-files=no"))
 
 
 @contextlib.contextmanager

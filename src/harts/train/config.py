@@ -46,6 +46,9 @@ class TrainConfig:
             `groups_per_step` must too.
         share: "tree"; "prefix" and "none" are the baselines.
         recompute: whether activations are recomputed in the backward.
+        fused: whether norms, MLPs, gates and experts run as few kernels (`harts.models.fuse`); left out: where the
+            model can be fused, in bf16 on a CUDA GPU.
+        deterministic: whether gradients have the same bits in every run on a GPU; see `harts.ops.kernels.Kernels`.
         learning_rate, schedule, warmup_steps: linear warm-up, then constant, or down to 0 linearly or as a cosine.
         weight_decay: of matrices; vectors (norms, biases) have none.
         max_grad_norm: the gradient is scaled down to this norm; None: not.
@@ -75,6 +78,8 @@ class TrainConfig:
     plan: str | None = None
     share: Share = "tree"
     recompute: bool = True
+    fused: bool | None = None
+    deterministic: bool = False
     learning_rate: float = 1e-3
     schedule: Schedule = "constant"
     warmup_steps: int = 0

@@ -15,10 +15,10 @@ from harts.cost import Coefficients, CostModel, count, model_identity
 from harts.files import write_text
 from harts.formats import check_vocabulary, read
 from harts.losses import fill_advantages, make_loss
-from harts.models import PRESETS, attach, recompute_activations, tiny_model
+from harts.models import PRESETS, attach, default_kernels, recompute_activations, tiny_model
 from harts.models.attach import find_backbone
 from harts.models.device import to_device
-from harts.ops.kernels import Kernels
+from harts.models.fuse import can_fuse, fuse
 from harts.ops.moe import RouterStep, max_violation
 from harts.plan import Plan, check_plan
 from harts.testing.workloads import remap_vocabulary
@@ -77,13 +77,13 @@ class Trainer:
         self.config, self.out, self.log = config, Path(out), log
         to_device(config.device)
         self.replicas = Replicas.join(config.device)
-        self.kernels = Kernels.for_device(config.device)
         checkpoint = self._find_checkpoint(resume)
         self.loss = make_loss(config.loss)
         self.trajectories = self._read()
         self.data_hash = data_hash(self.trajectories)
         self.saved_plan = self._load_plan()
         self.model = self._make_model()
+        self.kernels = default_kernels(self.model, deterministic=config.deterministic)
         self.cost_model = self._make_cost_model()
         self.batches = Batches(self.trajectories, groups_per_step=config.groups_per_step, seed=config.seed)
         self.replicas.same_start(self.model)
@@ -275,6 +275,8 @@ class Trainer:
                 f"config, field model: expected a directory or one of {', '.join(PRESETS)}, came {config.model!r}"
             )
         attach(model.to(config.device)).train()
+        if can_fuse(model) if config.fused is None else config.fused:
+            fuse(model)
         if config.recompute:
             recompute_activations(model)
         return model

@@ -1,0 +1,45 @@
+"""Which implementations of the ops a model runs with where nothing is named."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from harts.models.attach import find_backbone
+from harts.ops.kernels import Kernels
+
+__all__ = ["default_kernels"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels:
+    """The fastest of this installation that take the model's device, dtype and head sizes, by a fixed rule.
+
+    On a CUDA GPU `Kernels.fastest()`, but the gated delta rule is plain for any dtype but bf16 and any head size but
+    128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
+    plain in fp64. The plain ones elsewhere. `harts train` and `harts bench` write down what ran.
+
+    Args:
+        model: of a supported family; its parameters lie on one device.
+        deterministic: see `Kernels`.
+    """
+    parameter = next(model.parameters())
+    if parameter.device.type != "cuda":
+        return Kernels(deterministic=deterministic)
+    return _choose(Kernels.fastest(deterministic=deterministic), parameter.dtype, find_backbone(model).config)
+
+
+def _choose(fastest: Kernels, dtype: torch.dtype, config: Any) -> Kernels:
+    plain = Kernels()
+    changes: dict[str, Any] = {}
+    linear = {getattr(config, f"linear_{name}_head_dim", 128) for name in ("key", "value")}
+    if dtype != torch.bfloat16 or linear != {128}:
+        changes["gated_delta_rule"] = plain.gated_delta_rule
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if dtype not in _HALF or size % 8 or size > 256:
+        changes["attention"] = plain.attention
+    if dtype == torch.float64:
+        changes |= {"row_logprobs": plain.row_logprobs, "chunk_rows": plain.chunk_rows}
+    return dataclasses.replace(fastest, **changes)
