@@ -190,7 +190,8 @@ def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64))
+    """A contiguous int64 tensor, where possible in the memory of the array, which nobody else keeps."""
+    return torch.from_numpy(np.ascontiguousarray(array, np.int64))
 
 
 def _gather_maps(blocks: BlockTree, groups: list[tuple[int, int]]) -> tuple[Ints, list[Ints | None]]:
@@ -292,11 +293,19 @@ def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints,
     num_kinds = len(temperatures)
     kind_N = np.repeat(kind_B, np.diff(tree.offset_B1))[trained_N]
     row_N = blocks.row_of_tree_T[tree.row_of_N[trained_N]]
-    target_M, target_of_trained = np.unique(row_N * num_kinds + kind_N, return_inverse=True)
+    target_M, target_of_trained = _distinct(row_N * num_kinds + kind_N, tree.num_rows * num_kinds)
     row_M, kind_M = target_M // num_kinds, target_M % num_kinds
-    head_U, head_of_M = np.unique(parent_T[row_M] * num_kinds + kind_M, return_inverse=True)
+    head_U, head_of_M = _distinct(parent_T[row_M] * num_kinds + kind_M, tree.num_rows * num_kinds)
     token_T = np.empty(tree.num_rows, np.int64)
     token_T[blocks.row_of_tree_T] = tree.token_ids_T
     target_of_N = np.full(tree.num_tokens, len(target_M), np.int64)
     target_of_N[trained_N] = target_of_trained
     return head_U // num_kinds, temperatures[head_U % num_kinds], head_of_M, token_T[row_M], target_of_N
+
+
+def _distinct(values_X: Ints, below: int) -> tuple[Ints, Ints]:
+    """Distinct values, rising, and the place of each value among them, as `np.unique` gives them, without sorting."""
+    occurs = np.zeros(below, np.bool_)
+    occurs[values_X] = True
+    place = np.cumsum(occurs) - 1
+    return np.flatnonzero(occurs), place[values_X]
