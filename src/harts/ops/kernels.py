@@ -51,7 +51,7 @@ class Kernels:
         On a GPU `min_rows` is 512: on an H200 (PyTorch 2.11, cuBLAS, bf16) the products of Qwen3.5-4B and of
         Qwen3.5-35B-A3B gave a row other bits with up to 256 rows than with 65,536, and the same from there on. One
         product is left: the gate of a shared expert, of one column, differed with 2,100 and 2,500 rows. `fuse` computes
-        it without the BLAS; an unfused model with one needs `min_rows=4096`. See docs/numerics.md.
+        it without the BLAS; see docs/numerics.md for unfused models.
         """
         if not torch.cuda.is_available():
             return Kernels(deterministic=deterministic)
