@@ -7,6 +7,7 @@ a copy reaches on an H200), or of the FLOPs at 790 TFLOP/s (what a large matrix 
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harts.cli.options import parse_workloads
 from harts.layout import PackedTree, pack
 from harts.ops import attention, causal_conv1d, fused, row_logprobs
+from harts.ops.attention import branches, default_impl
 from harts.ops.attention.fa4 import has_fa4
 from harts.ops.rows import group_rows, segment_sum
 from harts.testing.environment import environment
@@ -181,6 +184,30 @@ def attend(packed: PackedTree) -> Iterator[dict[str, Any]]:
 
 
 @case
+def attend_backward(packed: PackedTree) -> Iterator[dict[str, Any]]:
+    """Attention whose backward is cut at branches, and by whole paths; see `harts.ops.attention.branches`."""
+    rows, chosen = packed.num_rows, branches.FEW_KEYS
+    inputs = [draw(rows, 16, 256), draw(rows, 4, 256), draw(rows, 4, 256)]
+    try:
+        for cut, branches.FEW_KEYS in (("branches", 0.0), ("paths", float("inf"))):
+            fresh = dataclasses.replace(packed)  # calls are kept per layout
+            calls = branches.backward_calls(fresh)
+            op = lambda *x, fresh=fresh: attention(*x, fresh, scale=256**-0.5, impl=default_impl())  # noqa: E731
+            yield timed(
+                "attention, backward by " + cut,
+                op,
+                inputs,
+                repeats=5,
+                impl=default_impl(),
+                calls=len(calls),
+                queries=sum(sum(call.query_lengths) for call in calls),
+                keys=sum(sum(call.key_lengths) for call in calls),
+            )
+    finally:
+        branches.FEW_KEYS = chosen
+
+
+@case
 def products(packed: PackedTree) -> Iterator[dict[str, Any]]:
     """Whether a row's bits depend on the number of rows, and what an odd number of rows costs the weight gradient."""
     rows = packed.num_rows
@@ -220,23 +247,27 @@ def products(packed: PackedTree) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--workload", default="star3")
+    parser.add_argument("--workload", default="star3", help="as harts bench --workloads: names and sizes")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--commit", default=None, help="where the checkout has no git, the commit that it is of")
     arguments = parser.parse_args()
-    packed = pack(PrefixTree.build(workload(arguments.workload)), device="cuda")
-    about = {**environment(arguments.commit), "workload": arguments.workload, "rows": packed.num_rows}
-    with open(arguments.out, "a") as file:
-        for name in arguments.only:
-            torch.manual_seed(0)
-            try:
-                for line in CASES[name](packed):
-                    print(json.dumps(line), flush=True)
-                    file.write(json.dumps({**line, **about}) + "\n")
-                    file.flush()
-            except (RuntimeError, ValueError, ImportError) as error:  # one case must not cost the others their run
-                print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            torch.cuda.empty_cache()
+    for name, sizes in parse_workloads(arguments.workload):
+        packed = pack(PrefixTree.build(workload(name, **sizes)), device="cuda")
+        about = {**environment(arguments.commit), "workload": name, "sizes": dict(sizes), "rows": packed.num_rows}
+        for case_name in arguments.only:
+            run_case(case_name, packed, about, arguments.out)
+
+
+def run_case(name: str, packed: PackedTree, about: dict[str, Any], out: str) -> None:
+    torch.manual_seed(0)
+    try:
+        for line in CASES[name](packed):
+            print(json.dumps(line), flush=True)
+            with open(out, "a") as file:
+                file.write(json.dumps({**line, **about}) + "\n")
+    except (RuntimeError, ValueError, ImportError) as error:  # one case must not cost the others their run
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
