@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from harts.formats import read, write
     from harts.layout import PackedTree, pack
     from harts.models import attach, detach, logprobs
+    from harts.models.fuse import fuse, unfuse
     from harts.ops.kernels import Kernels
     from harts.plan import Plan, check_plan, make_plan
     from harts.trajectory import Trajectory
@@ -33,10 +34,12 @@ __all__ = [
     "attach",
     "check_plan",
     "detach",
+    "fuse",
     "logprobs",
     "make_plan",
     "pack",
     "read",
+    "unfuse",
     "write",
 ]
 
@@ -51,10 +54,12 @@ _MODULE_OF = {
     "attach": "harts.models",
     "check_plan": "harts.plan",
     "detach": "harts.models",
+    "fuse": "harts.models.fuse",
     "logprobs": "harts.models",
     "make_plan": "harts.plan",
     "pack": "harts.layout",
     "read": "harts.formats",
+    "unfuse": "harts.models.fuse",
     "write": "harts.formats",
 }
 
