@@ -1,4 +1,4 @@
-"""The laws of a plan, as code: tests, `harts plan --check` and the trainer run them."""
+"""The laws of a plan, as code: tests and `harts plan --check` run all of them, the trainer the quick ones."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -33,8 +33,9 @@ from harts.train.checkpoint import (
 from harts.train.config import TrainConfig
 from harts.train.metrics import MetricsFile, StepMetrics
 from harts.train.parallel import Replicas
+from harts.train.planning import StepPlanner
 from harts.train.signals import signals_as_flag
-from harts.train.step import Accumulated, StepPlan, accumulate, count_routes, plan_step, score, update
+from harts.train.step import Accumulated, StepPlan, accumulate, count_routes, score, update
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
@@ -86,6 +87,14 @@ class Trainer:
         self.kernels = default_kernels(self.model, deterministic=config.deterministic)
         self.cost_model = self._make_cost_model()
         self.batches = Batches(self.trajectories, groups_per_step=config.groups_per_step, seed=config.seed)
+        self.planner = StepPlanner(
+            config,
+            self.batches,
+            replicas=self.replicas,
+            cost_model=self.cost_model,
+            saved=self.saved_plan,
+            log=log,
+        )
         self.replicas.same_start(self.model)
         self.reference = self._make_reference()
         self.optimizer = _make_optimizer(self.model, config)
@@ -103,7 +112,7 @@ class Trainer:
         Raises:
             Interrupted: a signal came; everything up to the last finished step is on disk.
         """
-        with signals_as_flag() as interrupted:
+        with signals_as_flag() as interrupted, self.planner.ahead():
             while self.step < self.config.steps:
                 metrics = self._train_step()
                 if self.metrics is not None:
@@ -124,21 +133,14 @@ class Trainer:
 
     def plan(self, step: int) -> StepPlan:
         """The plan of optimiser step `step`, counted from 0."""
-        return plan_step(
-            self.batches.of_step(step),
-            token_budget=self.config.token_budget,
-            share=self.config.share,
-            replicas=self.replicas,
-            cost_model=self.cost_model,
-            plan=self.saved_plan,
-            device=self.config.device,
-        )
+        return self.planner.plan(step)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _train_step(self) -> StepMetrics:
         start = time.perf_counter()
         step = self.plan(self.step)
+        self.planner.start(self.step + 1)
         old, reference = self._missing_scores(step)
         if self.config.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self.config.device)
