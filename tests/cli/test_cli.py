@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from harts.cli import COMMANDS, app
 from harts.cli.options import parse_workloads
 from harts.formats import read, write
+from harts.models import tiny_model
 from harts.testing.trees import AWKWARD
 from harts.testing.workloads import workload
 from harts.tree import PrefixTree
@@ -106,6 +107,8 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
         (["bench", "--turns", "0"], "turns"),
         (["bench", "--arms", "rows,trees"], "arms: expected some of rows, merged, tree, shuffled, plain"),
         (["bench", "--model", "qwen3.5-4b", "--device", "cuda:99"], "device"),
+        (["bench", "--profile", "kernels.txt"], "profile: expected a CUDA device"),
+        (["bench", "--model", "my-model", "--layers", "2"], "layers: expected none with a saved model"),
     ],
 )
 def test_bad_usage_exits_with_2(arguments: list[str], message: str) -> None:
@@ -305,6 +308,44 @@ def test_bench_takes_up_where_it_stopped(small_model: None, tmp_path: Path) -> N
     result = CliRunner().invoke(app, [*QUICK, "--out", str(out)])
     assert result.exit_code == 2
     assert "line 1: expected a JSON object" in result.stderr
+
+
+def test_bench_takes_up_no_other_data_and_no_missing_turns(
+    small_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "results.jsonl", workload("star3", scale=0.01)
+    rows = []
+    for name, trajectories in (("one", whole), ("two", whole[:8])):
+        path = tmp_path / name / "mine.jsonl"
+        path.parent.mkdir()
+        write(path, trajectories)
+        options = ("--arms", "tree", "--turns", "2", "--out", str(out), "--json")
+        (entry,) = run("bench", str(path), *options)["workloads"]
+        rows.append(entry["arms"]["tree"]["rows"])
+    assert rows == [PrefixTree.build(whole).num_rows, PrefixTree.build(whole[:8]).num_rows]
+    assert all(json.loads(line)["whole"] for line in out.read_text().splitlines())
+    monkeypatch.setattr("harts.testing.measure._Bench.expected_s", lambda bench, arm: 1e9 * len(bench.runs))
+    (entry,) = run(*QUICK[:-4], "--turns", "2", "--arms", "tree", "--seconds", "1e8", "--json")["workloads"]
+    assert len(entry["arms"]["tree"]["seconds"]) == 1
+    assert not entry["whole"]
+
+
+def test_bench_keeps_the_ids_of_a_saved_model(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    write(path, workload("star3", scale=0.01)[:2])
+    tiny_model("tiny-llama", vocab_size=100).save_pretrained(tmp_path / "model")
+    result = CliRunner().invoke(app, ["bench", str(path), "--model", str(tmp_path / "model")])
+    assert result.exit_code == 2
+    first = next(int(i) for i in read(path)[0].token_ids if i >= 100)
+    assert f"expected ids below the vocabulary size 100, came {first}" in " ".join(result.stderr.split())
+
+
+def test_bench_names_the_machine_that_it_ran_on() -> None:
+    each = {"model": "m", "layers": 1, "dtype": "float32", "machine": {"gpu": "H200"}, "scale": 1.0, "turns": 1}
+    each |= {"token_budget": 10, "recompute": False, "clock": "wall"}
+    title = importlib.import_module("harts.cli.bench_report")._title
+    assert "float32 on CPU" in title({**each, "device": "cpu"})
+    assert "float32 on H200" in title({**each, "device": "cuda"})
 
 
 def test_bench_times_data_and_gradients(small_model: None, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The arms of a comparison: each runs what it says, all give the same log-probs, and the model comes out clean."""
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +97,9 @@ def test_gradient_errors_of_tree_and_rows_are_alike_and_the_model_stays() -> Non
     assert errors.parameters == len(list(model.parameters()))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(tensor, buffers[name]) for name, tensor in model.named_buffers())
+    untrained = [dataclasses.replace(each, loss_mask=np.zeros(len(each), np.bool_)) for each in trajectories]
+    with pytest.raises(ValueError, match="expected a trained token"):
+        gradient_errors(model, untrained, SETTING)
     with pytest.raises(ValueError, match="expected bfloat16 or float16"):
         gradient_errors(model.float(), trajectories, SETTING)
 

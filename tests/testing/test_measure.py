@@ -98,9 +98,36 @@ def test_bad_input(model: torch.nn.Module, trajectories: list[Trajectory]) -> No
         measure(model, trajectories, Setting(token_budget=100))
     with pytest.raises(ValueError, match="LinearLike is not supported"):
         measure(type("LinearLike", (torch.nn.Linear,), {})(2, 2), trajectories, setting)
+    routes = np.zeros((len(trajectories[1]), 4, 2), np.int16) + np.arange(2, dtype=np.int16)
+    routed = [trajectories[0], dataclasses.replace(trajectories[1], routes=routes)]
+    with pytest.raises(ValueError, match=f"plain.*{trajectories[1].name}.*field routes"):
+        measure(model, routed, setting, arms=("rows", "plain"))
     untrained = [dataclasses.replace(each, loss_mask=np.zeros(len(each), np.bool_)) for each in trajectories]
     with pytest.raises(ValueError, match="expected a trained token"):
         measure(model, untrained, setting)
+
+
+def test_each_arm_warms_up_with_its_own_first_microbatch(
+    model: torch.nn.Module, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = harts.testing.measure.run_step
+    ran: list[tuple[str, int, int | None]] = []
+
+    def watched(model: torch.nn.Module, batch: Batch, *, most: int | None = None, **settings: Any) -> torch.Tensor:
+        scores = plain(model, batch, most=most, **settings)
+        ran.append((batch.arm, int(scores.count_nonzero()), most))
+        return scores
+
+    monkeypatch.setattr(harts.testing.measure, "run_step", watched)
+    setting = Setting(token_budget=900)  # 5 rows of 154 tokens
+    measured = measure(model, trajectories, setting, turns=1, arms=("rows", "tree", "plain"))
+    trained = [each.num_trained for each in trajectories]
+    assert ran[:3] == [("plain", sum(trained[:5]), 5), ("tree", sum(trained), 1), ("rows", sum(trained[:5]), 1)]
+    assert [(arm, count) for arm, count, _ in ran[3:]] == [(arm, sum(trained)) for arm in ("rows", "tree", "plain")]
+    assert measured.arms["plain"].microbatches == len(trajectories)  # its calls
+    ran.clear()
+    assert set(measure(model, trajectories, setting, seconds=-1.0).left_out) == {"rows", "tree"}
+    assert not ran
 
 
 def test_log_probs_that_are_no_numbers_are_seen(

@@ -141,8 +141,9 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def _title(each: Mapping[str, Any]) -> str:
+    machine = "CPU" if each["device"].startswith("cpu") else each["machine"]["gpu"]
     return (
-        f"{each['model']}, {each['layers']} layers, {each['dtype']} on {each['machine'].get('gpu', 'CPU')}, lengths x "
+        f"{each['model']}, {each['layers']} layers, {each['dtype']} on {machine}, lengths x "
         f"{each['scale']:g}, at most {each['token_budget']:,} rows a microbatch, activations "
         f"{'recomputed' if each['recompute'] else 'kept'}, medians of up to {each['turns']} alternating turns, "
         f"{each['clock']} time"

@@ -27,6 +27,7 @@ from harts.models.fuse import fuse, unfuse
 from harts.models.recompute import keep_activations, recompute_activations
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
+from harts.ops.rows import gather_rows
 from harts.plan import Plan, make_plan
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
@@ -68,7 +69,7 @@ class Batch:
         arm: how it is run.
         tree: of the whole batch.
         plan: its microbatches.
-        packed: one per microbatch.
+        packed: one per microbatch; of the arm plain one per trajectory, in the order of the plan.
         tree_s, plan_s, layout_s: seconds that building each took, moves to the device included.
     """
 
@@ -105,11 +106,14 @@ def prepare(
     built = time.perf_counter()
     plan = make_plan(tree, token_budget=setting.token_budget, cost_model=setting.cost_model)
     planned = time.perf_counter()
-    packed = []
+    packed: list[PackedTree] = []
     for (microbatch,) in plan.microbatches:
-        whole = len(microbatch.trajectories) == len(trajectories)
         members = [trajectories[index] for index in microbatch.trajectories]
-        packed.append(pack(tree if whole else PrefixTree.build(members, share=ARMS[arm]), device=device))
+        if arm == "plain":
+            trees = [PrefixTree.build([each]) for each in members]
+        else:
+            trees = [tree if len(members) == len(trajectories) else PrefixTree.build(members, share=ARMS[arm])]
+        packed.extend(pack(each, device=device) for each in trees)
     return Batch(arm, tree, plan, tuple(packed), built - start, planned - built, time.perf_counter() - planned)
 
 
@@ -135,41 +139,38 @@ def run_step(
     Returns:
         Log-probs of all tokens of the batch's trajectories, in their order, [N], fp64, on the CPU; 0 where none ran.
     """
-    trained = sum(each.num_trained for each in batch.tree.trajectories)
-    offset_B1 = batch.tree.offset_B1
+    trajectories, offset_B1 = batch.tree.trajectories, batch.tree.offset_B1
+    trained = sum(each.num_trained for each in trajectories)
     scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
+    parts = []
+    for members, packed in _parts(batch)[:most]:
+        weights = [torch.full((len(trajectories[i]),), 1.0 if weights_B is None else weights_B[i]) for i in members]
+        parts.append((members, packed, (torch.cat(weights) / -trained).to(packed.device)))
     scored: list[tuple[Sequence[int], Tensor]] = []
-    microbatches = list(zip(batch.plan.microbatches, batch.packed, strict=True))[:most]
-    for (microbatch,), packed in reversed(microbatches) if batch.arm == "shuffled" else microbatches:
-        members: Sequence[int] = microbatch.trajectories
-        lengths = [len(batch.tree.trajectories[index]) for index in members]
-        weight_B = torch.tensor([1.0 if weights_B is None else weights_B[index] for index in members])
-        if batch.arm == "plain":
-            alone = [batch.tree.trajectories[index] for index in members]
-            values_N = torch.cat(_run_plain(model, alone, weight_B / -trained))
-        else:
-            values_N = logprobs(model, packed, kernels=kernels)
-            weight_N = (weight_B / -trained).repeat_interleave(torch.tensor(lengths)).to(values_N)
-            (values_N * weight_N).sum().backward()  # type: ignore[no-untyped-call]
+    for members, packed, weight_N in reversed(parts) if batch.arm == "shuffled" else parts:
+        plain = batch.arm == "plain"
+        values_N = _plain_logprobs(model, packed) if plain else logprobs(model, packed, kernels=kernels)
+        (values_N * weight_N).sum().backward()  # type: ignore[no-untyped-call]
         scored.append((members, values_N.detach()))
     for members, values_N in scored:  # at the end, so that no copy waits for the device between microbatches
-        lengths = [len(batch.tree.trajectories[index]) for index in members]
+        lengths = [len(trajectories[index]) for index in members]
         for index, values in zip(members, torch.split(values_N.to(scores_N), lengths), strict=True):
             scores_N[offset_B1[index] : offset_B1[index + 1]] = values
     return scores_N
 
 
-def _run_plain(model: nn.Module, trajectories: Sequence[Trajectory], weight_B: Tensor) -> list[Tensor]:
-    """One row after the other through transformers' own code."""
+def _parts(batch: Batch) -> list[tuple[Sequence[int], PackedTree]]:
+    """Trajectories that run in one call, and their layout."""
+    members: list[Sequence[int]] = [microbatch.trajectories for (microbatch,) in batch.plan.microbatches]
+    if batch.arm == "plain":
+        members = [(index,) for each in members for index in each]
+    return list(zip(members, batch.packed, strict=True))
+
+
+def _plain_logprobs(model: nn.Module, packed: PackedTree) -> Tensor:
+    """Log-probs of one trajectory through transformers' own code, in the form of `harts.logprobs`."""
     backbone = find_backbone(model)
     head: Any = backbone.head
-    parts = []
-    for trajectory, weight in zip(trajectories, weight_B.tolist(), strict=True):
-        packed = pack(PrefixTree.build([trajectory]), device=head.weight.device)
-        hidden = backbone.text(input_ids=packed.token_ids_T[None], use_cache=False).last_hidden_state[0]
-        values_M, _ = row_logprobs(hidden, head.weight, packed, chunk_rows=4096, impl="chunked")
-        (values_M.sum() * weight).backward()  # type: ignore[no-untyped-call]
-        values_N = values_M.new_zeros(len(trajectory))
-        values_N[packed.loss_mask_N] = values_M.detach()
-        parts.append(values_N)
-    return parts
+    hidden_TD = backbone.text(input_ids=packed.token_ids_T[None], use_cache=False).last_hidden_state[0]
+    values_M, _ = row_logprobs(hidden_TD, head.weight, packed, bias_V=head.bias, chunk_rows=4096, impl="chunked")
+    return gather_rows(values_M, packed.target_of_N, missing=True)

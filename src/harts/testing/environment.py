@@ -19,11 +19,11 @@ def environment(commit: str | None = None) -> dict[str, str]:
     """Names the device, versions, commit and command of a measurement, without any path of this machine.
 
     Args:
-        commit: of the code; None takes the environment variable HARTS_COMMIT, for a copy of the code, or asks git. With
-            changes that are not committed it ends in "+changes".
+        commit: of the code; None takes the environment variable HARTS_COMMIT, for a copy of the code, or asks git:
+            "unknown" for an installed package. With changes that are not committed it ends in "+changes".
     """
-    on_gpu = torch.cuda.is_available()
-    found = {"gpu": torch.cuda.get_device_name()} if on_gpu else {"threads": str(torch.get_num_threads())}
+    found = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    found["threads"] = str(torch.get_num_threads())
     for package in ("harts", "torch", "transformers", "triton", "fla-core", "flash-attn-4"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
@@ -34,11 +34,16 @@ def environment(commit: str | None = None) -> dict[str, str]:
 
 
 def _git_commit() -> str:
+    code = Path(__file__)
+
     def git(*words: str) -> str:
         with contextlib.suppress(OSError):
-            return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+            done = subprocess.run(["git", *words], cwd=code.parent, capture_output=True, text=True, check=False)
+            return done.stdout.strip()
         return ""
 
+    if not git("ls-files", code.name):  # an environment inside of somebody's repository is no part of it
+        return "unknown"
     commit = git("rev-parse", "--short=12", "HEAD") or "unknown"
     return commit + "+changes" * bool(git("status", "--porcelain", "--untracked-files=no"))
 

@@ -63,11 +63,16 @@ def gradient_errors(
         seed: of the advantages.
 
     Raises:
-        ValueError: the model is in fp32 or wider, or what `harts.logprobs` refuses.
+        ValueError: the model is in fp32 or wider, nothing is trained, or what `harts.logprobs` refuses.
     """
     dtype = next(model.parameters()).dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"model: expected bfloat16 or float16 to compare with fp32, came {dtype}")
+        raise ValueError(
+            f"model: expected bfloat16 or float16 to compare with fp32, came {dtype}; convert it (harts bench: --dtype "
+            "bfloat16)"
+        )
+    if not any(each.loss_mask.any() for each in trajectories):
+        raise ValueError("trajectories: expected a trained token, came none; there are no gradients")
     weights_B = np.random.default_rng(seed).normal(size=len(trajectories)).tolist()
     arms: tuple[Arm, ...] = ("rows", "tree", "shuffled")
     ours = {arm: _gradients(model, arm, trajectories, setting, weights_B) for arm in arms}

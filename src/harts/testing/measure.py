@@ -2,7 +2,8 @@
 
 The arms take turns, in alternating order, so that a machine that slows down slows all of them; speed-ups are medians
 over the pairs of one turn. The time of the tree includes building it, planning and layout; that of the other arms is
-forward and backward only: the baselines get their packing for free. The limit of a speed-up is the ratio of model
+forward and backward only: the baselines get their packing for free. Before all turns each arm runs its first
+microbatch, which is not timed. The limit of a speed-up is the ratio of model
 FLOPs, without replayed and recomputed rows. Slow code makes an efficiency (speed-up over limit) look good, so FLOP/s
 and rows/s stand beside it.
 """
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from harts.cost import Counts, count
 from harts.flops import flop_limit, flops, forward_flops
 from harts.models.attach import find_backbone
-from harts.testing.arms import ARMS, Arm, Setting, prepare, run_step, set_up
+from harts.testing.arms import ARMS, Arm, Batch, Setting, prepare, run_step, set_up
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
@@ -31,8 +32,6 @@ Clock = Literal["wall", "cpu"]
 
 _BASELINES: tuple[Arm, ...] = ("rows", "merged", "tree")
 """Log-probs are compared with those of the first of these arms that ran."""
-
-_WARM_UP_ROWS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +144,7 @@ def measure(
             last arm needed it.
         trajectories: the batch, with a trained token.
         setting: of all arms.
-        arms: which to run, each once a turn, after a run that is not timed: of the tree's first microbatch,
-            and of short trajectories in the other arms.
+        arms: which to run, each once a turn, after its first microbatch, which is not timed.
         turns: how often each arm runs.
         once_above: an arm whose first turn took more seconds than this has no second one.
         seconds: of everything; an arm that would not fit, by its FLOPs, is left out, as is one that the device's memory
@@ -157,8 +155,8 @@ def measure(
         keep: called with what there is after each run.
 
     Raises:
-        ValueError: an arm is unknown, `turns` < 1, nothing is trained, the budget is too small, or the model or a token
-            id does not fit.
+        ValueError: an arm is unknown, `turns` < 1, nothing is trained, the budget is too small, the model or a token
+            id does not fit, or the arm plain is to run recorded routes, which it cannot force.
     """
     if not arms or not set(arms) <= set(ARMS) or len(set(arms)) < len(arms) or turns < 1:
         raise ValueError(f"measure: expected turns >= 1 and arms of {', '.join(ARMS)}, came {turns} and {list(arms)}")
@@ -169,6 +167,12 @@ def measure(
         raise ValueError(
             f"token_budget: expected at least {longest}, the longest trajectory, came {setting.token_budget}"
         )
+    routed = next((each for each in trajectories if each.routes is not None), None)
+    if routed is not None and "plain" in arms:
+        raise ValueError(
+            f"arms: plain, transformers' own code, cannot force the recorded experts that trajectory {routed.name} has "
+            "in field routes; leave the arm or the field out"
+        )
     stop = time.monotonic() + seconds
     bench = _Bench(model, trajectories, setting, clock)
     for turn in range(-1, turns):
@@ -176,7 +180,7 @@ def measure(
             runs = bench.runs.get(arm)
             if turn > 0 and (runs is None or runs.seconds[0] > once_above):
                 continue
-            if turn >= 0 and time.monotonic() + bench.expected_s(arm) > stop:
+            if time.monotonic() + bench.expected_s(arm) > stop:
                 bench.left_out.setdefault(arm, "time")
                 continue
             progress(f"{arm}, {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}")
@@ -230,20 +234,18 @@ class _Bench:
         """Runs an arm if the memory holds it."""
         try:
             run(arm)
+            return
         except torch.OutOfMemoryError:
             self.left_out.setdefault(arm, "memory")
-            self.model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
+        self.model.zero_grad(set_to_none=True)  # behind the handler, whose traceback still holds activations
+        torch.cuda.empty_cache()
 
     def warm_up(self, arm: Arm) -> None:
-        """Compiles what has to be compiled: runs a microbatch of the tree, and short trajectories as the other arms."""
+        """Compiles what has to be compiled, in the sizes that are timed: runs the arm's first microbatch."""
         set_up(self.model, arm, self.setting)
-        some: list[Trajectory] = []
-        for each in sorted((each for each in self.trajectories if each.num_trained), key=len):
-            if not some or sum(map(len, some)) + len(each) <= min(_WARM_UP_ROWS, self.setting.token_budget):
-                some.append(each)
-        batch = self._prepare(self.trajectories if arm == "tree" else some, arm)
-        run_step(self.model, batch, kernels=self.setting.kernels, most=1)
+        batch = self._prepare(arm)
+        most = len(batch.plan.microbatches[0][0].trajectories) if arm == "plain" else 1
+        run_step(self.model, batch, kernels=self.setting.kernels, most=most)
         self.model.zero_grad(set_to_none=True)
 
     def run(self, arm: Arm) -> None:
@@ -252,7 +254,7 @@ class _Bench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         start = self.now()
-        batch = self._prepare(self.trajectories, arm)
+        batch = self._prepare(arm)
         ready = self.now()
         scores_N = run_step(self.model, batch, kernels=self.setting.kernels)
         stop = self.now()
@@ -266,8 +268,8 @@ class _Bench:
         if self.device.type == "cuda":
             runs.peak_bytes = torch.cuda.max_memory_allocated(self.device)
 
-    def _prepare(self, trajectories: Sequence[Trajectory], arm: Arm) -> Any:
-        return prepare(trajectories, arm, self.setting, device="cpu" if arm == "plain" else self.device)
+    def _prepare(self, arm: Arm) -> Batch:
+        return prepare(self.trajectories, arm, self.setting, device=self.device)
 
     def measurement(self) -> Measurement:
         """Everything so far."""
