@@ -304,7 +304,12 @@ def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints,
 
 
 def _distinct(values_X: Ints, below: int) -> tuple[Ints, Ints]:
-    """Distinct values, rising, and the place of each value among them, as `np.unique` gives them, without sorting."""
+    """Distinct values, rising, and the place of each value among them, as `np.unique` gives them.
+
+    Without sorting, but where few of the possible values occur: each trajectory may have a temperature of its own.
+    """
+    if below > 16 * len(values_X):
+        return np.unique(values_X, return_inverse=True)
     occurs = np.zeros(below, np.bool_)
     occurs[values_X] = True
     place = np.cumsum(occurs) - 1

@@ -1,7 +1,9 @@
 """Every reference op obeys the equality law in fp64, and the law fails when something is broken on purpose."""
 
 import dataclasses
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -199,6 +201,23 @@ def test_one_head_row_per_distinct_row_and_temperature() -> None:
     assert len(packed.head_row_U) == 5
     assert len(packed.token_M) == 6
     assert packed.target_of_N[2] == packed.target_of_N[14]
+
+
+def test_a_temperature_for_each_trajectory_takes_no_memory_for_every_pair() -> None:
+    ids = np.random.default_rng(0).integers(0, 1000, (300, 40))
+    rows = [
+        Trajectory(token_ids=np.append(7, row), loss_mask=np.arange(41) > 0, temperature=0.5 + 0.001 * index)
+        for index, row in enumerate(ids)
+    ]
+    tree = PrefixTree.build(rows)
+    tracemalloc.start()
+    packed = pack(tree)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1000 * tree.num_rows  # bytes; 300 temperatures times rows would take 5,200
+    assert len(packed.head_row_U) == len(packed.token_M) == 300 * 40
+    picked = packed.token_M[packed.target_of_N[packed.loss_mask_N]]
+    assert torch.equal(picked, torch.from_numpy(ids.flatten()))
 
 
 def test_never_more_logit_rows_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
