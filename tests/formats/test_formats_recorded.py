@@ -159,6 +159,11 @@ def test_a_token_that_was_not_captured_is_not_taken_for_expert_0() -> None:
 def test_layers_without_experts_are_left_out() -> None:
     dense = np.zeros((4, 1, 2), np.int32)
     assert routes_of(vllm(np.concatenate([dense, RECORD, dense], 1))) == ROUTES.tolist()
+    missed = np.concatenate([dense, RECORD, dense], 1)
+    missed[:2] = -1  # the prefix cache was hit
+    assert routes_of(vllm(missed)) == [*([[[-1, -1]] * 2] * 2), *ROUTES[2:].tolist()]
+    assert routes_of(vllm([None, None, *missed[2:].tolist()])) == [*([[[-1, -1]] * 2] * 2), *ROUTES[2:].tolist()]
+    assert routes_of(vllm(np.full_like(missed, -1))) == [[[-1, -1]] * 4] * 5
     single = RECORD[:, :, :1] * 0  # one expert a token: 0 can be one
     assert routes_of(vllm(single)) == [*([[[0], [0]]] * 4), [[-1], [-1]]]
 

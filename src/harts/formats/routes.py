@@ -108,8 +108,8 @@ def join(row: Row, prompt: Record, response: Record | None, *, boundary: int) ->
 def align(row: Row, record: Record | None, length: int, *, least: int | None = None) -> NDArray[Any] | None:
     """Experts of each of `length` tokens, [L, Y, K], -1 where none is recorded; None without a record.
 
-    Layers that hold 0 in every place of every token (K > 1) have no experts, as K experts of a token differ: engines
-    record all decoder layers and leave the dense ones 0. They are left out.
+    Layers that hold 0 in every place of every recorded token (K > 1) have no experts, as K experts of a token differ:
+    engines record all decoder layers and leave the dense ones 0. They are left out.
 
     Args:
         least: tokens, from the first on, of which the record must not end before; by default all but the last.
@@ -129,7 +129,9 @@ def align(row: Row, record: Record | None, length: int, *, least: int | None = N
             expected = f"{needed} to {length - start} rows, for tokens from {start} on, of {length}"
         action = "give the record of the whole request, or name the token it starts at"
         raise row.error(record.name, expected, f"{len(experts_RYK)} rows", action)
-    routed_Y = experts_RYK.any((0, 2)) | (experts_RYK.shape[2] == 1)
+    missing_RYK = experts_RYK == -1
+    zero_Y = (missing_RYK | (experts_RYK == 0)).all((0, 2)) & ~missing_RYK.all((0, 2))
+    routed_Y = ~zero_Y | (experts_RYK.shape[2] == 1)
     if not routed_Y.any():
         raise row.error(
             record.name, "experts", "0 in all places of all tokens", "the engine captured none: leave it out"
