@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harts.layout import PackedTree
 from harts.models.row_floor import cut_rows, fill_rows
+from harts.models.sharded import Sealed, unseal
 from harts.ops import attention
 from harts.ops.kernels import Kernels
 
@@ -34,10 +35,11 @@ def register(original: str) -> str:
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed: PackedTree | None = None,
+        packed: PackedTree | Sealed[PackedTree] | None = None,
         kernels: Kernels | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        packed = unseal(packed)
         if packed is None:
             return _original(original, module)(module, query, key, value, attention_mask, **kwargs)
         q_THD, k_TGD, v_TGV = (cut_rows(x[0].transpose(0, 1), packed.num_rows) for x in (query, key, value))

@@ -16,6 +16,7 @@ from harts.layout import PackedTree
 from harts.models.attach import find_backbone
 from harts.models.families import FAMILIES
 from harts.models.row_floor import cut_rows, fill_rows
+from harts.models.sharded import Sealed, compute_dtype, unseal
 from harts.models.twins import swap, swap_back
 from harts.ops import attention, fused
 from harts.ops.kernels import Kernels
@@ -105,10 +106,11 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,  # [1, F, D]
         position_embeddings: tuple[Tensor, Tensor],
         *args: Any,
-        packed: PackedTree | None = None,
+        packed: PackedTree | Sealed[PackedTree] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs on the rows of `packed`, heads of a row side by side throughout, so that nothing is transposed."""
+        packed = unseal(packed)
         if packed is None:
             return super().forward(hidden_states, position_embeddings, *args, **kwargs)  # type: ignore[misc, no-any-return]
         kernels: Kernels = kwargs["kernels"]
@@ -174,7 +176,7 @@ def can_fuse(model: nn.Module) -> bool:
     backbone = find_backbone(model)
     parameter = next(backbone.text.parameters())
     known = bool(backbone.family.fused_classes()) and backbone.config.hidden_act == "silu"
-    return known and parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and has_triton()
+    return known and parameter.device.type == "cuda" and compute_dtype(model) == torch.bfloat16 and has_triton()
 
 
 def unfuse(model: nn.Module) -> nn.Module:

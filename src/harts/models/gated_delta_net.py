@@ -13,6 +13,7 @@ from torch.nn.functional import softplus
 
 from harts.layout import PackedTree
 from harts.models.row_floor import cut_rows, fill_rows
+from harts.models.sharded import Sealed, unseal
 from harts.ops import causal_conv1d, gated_delta_rule
 from harts.ops.kernels import Kernels
 
@@ -31,9 +32,10 @@ class TreeMixer(nn.Module):
         """Input projections: q, k and v side by side [T, C], gate [X, V], writing strength and step size [T, G]."""
 
     def forward(
-        self, hidden_states: Tensor, *args: Any, packed: PackedTree | None = None, **kwargs: Any
+        self, hidden_states: Tensor, *args: Any, packed: PackedTree | Sealed[PackedTree] | None = None, **kwargs: Any
     ) -> Tensor:  # [1, F, D] -> [1, F, D]
         """Runs on the rows of `packed`; without it, as the original does."""
+        packed = unseal(packed)
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
         kernels: Kernels = kwargs["kernels"]

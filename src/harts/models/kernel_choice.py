@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from harts.models.attach import find_backbone
+from harts.models.sharded import compute_dtype
 from harts.ops.kernels import Kernels
 
 __all__ = ["default_kernels"]
@@ -19,7 +20,8 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
 
     On a CUDA GPU `Kernels.fastest()`, but the gated delta rule is plain for any dtype but bf16 and any head size but
     128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
-    plain in fp64. The plain ones elsewhere. `harts train` and `harts bench` write down what ran.
+    plain in fp64. The dtype is that of FSDP2's mixed precision, if there is one. The plain ones elsewhere. `harts
+    train` and `harts bench` write down what ran.
 
     Args:
         model: of a supported family; its parameters lie on one device.
@@ -28,7 +30,7 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
     parameter = next(model.parameters())
     if parameter.device.type != "cuda":
         return Kernels(deterministic=deterministic)
-    return _choose(Kernels.fastest(deterministic=deterministic), parameter.dtype, find_backbone(model).config)
+    return _choose(Kernels.fastest(deterministic=deterministic), compute_dtype(model), find_backbone(model).config)
 
 
 def _choose(fastest: Kernels, dtype: torch.dtype, config: Any) -> Kernels:

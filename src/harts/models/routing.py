@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from harts.layout import PackedTree
 from harts.models.row_floor import cut_rows, fill_rows
+from harts.models.sharded import unseal
 from harts.ops.moe import (
     CountedTokens,
     Layers,
@@ -304,7 +305,7 @@ def _layers(text: Any) -> Collection[nn.Module]:
 
 
 def _announce(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    routing = kwargs.pop("routing", None)
+    routing = unseal(kwargs.pop("routing", None))
     _CURRENT.set(None if routing is None else (routing, mixer.layer_idx))
     return args, kwargs
 

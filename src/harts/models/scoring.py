@@ -12,6 +12,7 @@ from harts.models.attach import Backbone, find_backbone
 from harts.models.kernel_choice import default_kernels
 from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
 from harts.models.row_floor import cut_rows, repeat_first
+from harts.models.sharded import check_gathered, is_sharded, run_whole
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
 from harts.ops.rows import gather_rows
@@ -86,14 +87,15 @@ def logprobs(
         ValueError: the model is not attached, has active dropout (one row of a tree stands for several trajectories,
             so sharing would change what dropout means), has a head that is no plain linear layer, lies on another
             device, or a token id is outside its vocabulary; the model is dense where `router` or recorded routes are
-            given, or those do not fit it.
+            given, or those do not fit it; the model is sharded by FSDP1, or its head by itself.
     """
     backbone = find_backbone(model)
     kernels = kernels or default_kernels(model)
-    weight_VD, bias_V = _head_weight(backbone)
-    _check(model, backbone, packed, weight_VD)
+    _check(model, backbone, packed, _head_weight(backbone)[0])
     routing = _start_routing(backbone, packed, router)
-    hidden_TD = _run(backbone, packed, kernels, routing)
+    hidden_TD = _run(model, backbone, packed, kernels, routing)
+    weight_VD, bias_V = _head_weight(backbone)  # whole now, where the model is sharded
+    check_gathered(weight_VD)
     logprobs_M, entropy_M = row_logprobs(
         hidden_TD,
         weight_VD,
@@ -121,18 +123,19 @@ def _start_routing(backbone: Backbone, packed: PackedTree, router: RouterConfig 
     )
 
 
-def _run(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: Routing | None) -> Tensor:
+def _run(model: nn.Module, backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: Routing | None) -> Tensor:
     """Final hidden states of the rows, [T, D]."""
     rows = max(packed.num_rows, kernels.min_rows)
-    output = backbone.text(
-        input_ids=repeat_first(packed.token_ids_T, rows).unsqueeze(0),
-        position_ids=repeat_first(packed.position_T, rows).unsqueeze(0),
-        attention_mask=backbone.family.mask(packed.device),
-        use_cache=False,
-        packed=packed,
-        kernels=kernels,
+    inputs: dict[str, Any] = {
+        "input_ids": repeat_first(packed.token_ids_T, rows).unsqueeze(0),
+        "position_ids": repeat_first(packed.position_T, rows).unsqueeze(0),
+        "attention_mask": backbone.family.mask(packed.device),
+        "use_cache": False,
+        "packed": packed,
+        "kernels": kernels,
         **({} if routing is None else {"routing": routing}),
-    )
+    }
+    output = run_whole(model, backbone.text, inputs) if is_sharded(model) else backbone.text(**inputs)
     if routing is not None:
         routing.check_complete()
     return cut_rows(output.last_hidden_state[0], packed.num_rows)
@@ -147,7 +150,7 @@ def _head_weight(backbone: Backbone) -> tuple[Tensor, Tensor | None]:
     head: Any = backbone.head
     if hasattr(head, "modules_to_save"):  # peft's full copy of a module
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
-    if type(head) is not nn.Linear:
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(
             f"model: expected the head to be a torch.nn.Linear, came {type(head).__name__}; leave the head out of the "
             "LoRA target modules (modules_to_save is fine)"
