@@ -295,9 +295,9 @@ def test_bench_shows_no_speed_where_the_arms_differ(small_model: None, monkeypat
 
 def test_bench_takes_up_where_it_stopped(small_model: None, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    first = run(*QUICK, "--out", str(out), "--json")
+    first = run(*QUICK, "--once-above", "inf", "--out", str(out), "--json")
     kept = out.read_text()
-    again = run(*QUICK, "--out", str(out), "--json")
+    again = run(*QUICK, "--once-above", "inf", "--out", str(out), "--json")
     assert again["workloads"] == first["workloads"]
     assert out.read_text() == kept
     run(*QUICK, "--arms", "tree", "--turns", "1", "--out", str(out), "--json")

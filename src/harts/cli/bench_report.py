@@ -65,7 +65,7 @@ def _same(line: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
     def without_command(record: Mapping[str, Any]) -> Any:
         kept: Any = {key: record.get(key) for key in header}
         kept["machine"] = {name: value for name, value in (kept["machine"] or {}).items() if name != "command"}
-        return json.loads(json.dumps(kept))
+        return json.loads(json.dumps(output.finite(kept)))  # as it is in the file
 
     return bool(without_command(line) == without_command(header))
 
