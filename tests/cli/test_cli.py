@@ -107,6 +107,7 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
         (["bench", "--turns", "0"], "turns"),
         (["bench", "--arms", "rows,trees"], "arms: expected some of rows, merged, tree, shuffled, plain"),
         (["bench", "--model", "qwen3.5-4b", "--device", "cuda:99"], "device"),
+        (["bench", "--fuse"], "fuse: expected a CUDA device"),
         (["bench", "--profile", "kernels.txt"], "profile: expected a CUDA device"),
         (["bench", "--model", "my-model", "--layers", "2"], "layers: expected none with a saved model"),
     ],
