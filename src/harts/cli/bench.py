@@ -154,7 +154,9 @@ def bench(
     if profile is not None and on_cpu:
         raise ValueError(f"profile: expected a CUDA device, whose kernels it lists, came {device!r}; leave it out")
     if fuse and on_cpu:
-        raise ValueError(f"fuse: expected a CUDA device, for which the fused kernels are, came {device!r}; leave it out")
+        raise ValueError(
+            f"fuse: expected a CUDA device, for which the fused kernels are, came {device!r}; leave it out"
+        )
     scale = scale if scale is not None else (0.1 if on_cpu and not data else 1.0)
     if data:
         batches = [_own(data, scale, rows=rows, fmt=fmt, tokenizer=tokenizer, limit=limit)]

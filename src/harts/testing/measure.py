@@ -214,8 +214,7 @@ class _Bench:
         self.device = next(model.parameters()).device
         self.now = _clock(clock, self.device)
         self.config = find_backbone(model).config
-        self.trees = {arm: PrefixTree.build(trajectories, share=ARMS[arm]) for arm in _BASELINES}
-        self.counts = {arm: count(tree) for arm, tree in self.trees.items()}
+        self.counts = {arm: count(PrefixTree.build(trajectories, share=ARMS[arm])) for arm in _BASELINES}
         self.runs: dict[Arm, _Runs] = {}
         self.left_out: dict[Arm, Literal["time", "memory"]] = {}
 
