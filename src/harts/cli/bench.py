@@ -151,17 +151,10 @@ def bench(
     Presets have a hidden size of 256 and the vocabulary that occurs; qwen3.5-4b and qwen3.5-35b-a3b are shapes.
     """
     on_cpu = to_device(device).type == "cpu"
-    if profile is not None and on_cpu:
-        raise ValueError(f"profile: expected a CUDA device, whose kernels it lists, came {device!r}; leave it out")
-    if fuse and on_cpu:
-        raise ValueError(
-            f"fuse: expected a CUDA device, for which the fused kernels are, came {device!r}; leave it out"
-        )
+    _check_gpu_options({"profile": profile is not None, "fuse": bool(fuse)}, device, on_cpu)
     scale = scale if scale is not None else (0.1 if on_cpu and not data else 1.0)
-    if data:
-        batches = [_own(data, scale, rows=rows, fmt=fmt, tokenizer=tokenizer, limit=limit)]
-    else:
-        batches = _named(workloads, scale, seed, data_dir, _CPU_SIZES if on_cpu else _GPU_SIZES)
+    reading = {"rows": rows, "fmt": fmt, "tokenizer": tokenizer, "limit": limit}
+    batches = [_own(data, scale, **reading)] if data else _named(workloads, scale, seed, data_dir, on_cpu)
     _check_budget(batches, token_budget or (_CPU_BUDGET if on_cpu else None))
     job = _Job(
         arms=_parse_arms(arms),
@@ -184,16 +177,23 @@ def bench(
         raise typer.Exit(1)
 
 
+def _check_gpu_options(given: Mapping[str, bool], device: str, on_cpu: bool) -> None:
+    for name, is_given in given.items():
+        if is_given and on_cpu:
+            raise ValueError(
+                f"{name}: expected a CUDA device, whose kernels it is about, came {device!r}; leave it out"
+            )
+
+
 def _own(data: Sequence[Path], scale: float, **reading: Any) -> _Batch:
     trajectories = options.read_data(data, reasoning="keep", **reading)
     name = "+".join(path.name.partition(".")[0] for path in data)
     return _Batch(name, {}, trajectories if scale == 1 else shrink(trajectories, scale))
 
 
-def _named(
-    workloads: str, scale: float, seed: int, data_dir: Path | None, defaults: Mapping[str, Mapping[str, int]]
-) -> list[_Batch]:
+def _named(workloads: str, scale: float, seed: int, data_dir: Path | None, on_cpu: bool) -> list[_Batch]:
     found = []
+    defaults = _CPU_SIZES if on_cpu else _GPU_SIZES
     for name, given in options.parse_workloads(workloads):
         sizes = {**defaults.get(name, {}), **given}
         found.append(_Batch(name, sizes, workload(name, scale=scale, seed=seed, data_dir=data_dir, **sizes)))
@@ -365,7 +365,7 @@ class _Job:
             **self.times,
         )
         turns, once_above = self.times["turns"], self.times["once_above"]
-        whole = not measured.left_out and all(
+        whole = "time" not in measured.left_out.values() and all(
             len(each.seconds) == turns or each.seconds[0] > once_above for each in measured.arms.values()
         )
         return records.put(header, report(measured, header), whole=whole)

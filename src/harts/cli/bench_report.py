@@ -32,16 +32,21 @@ class Records:
             ValueError: a line is no JSON object.
         """
         self.path = path
-        self.lines: list[Record] = []
-        if path is not None and path.exists():
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                try:
-                    self.lines.append(dict(json.loads(line)))
-                except (ValueError, TypeError) as error:
-                    raise ValueError(
-                        f"{path}, line {number}: expected a JSON object per line, as harts bench writes; name another "
-                        "file with --out"
-                    ) from error
+        self.lines = self._read()
+
+    def _read(self) -> list[Record]:
+        if self.path is None or not self.path.exists():
+            return []
+        lines: list[Record] = []
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                lines.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{self.path}, line {number}: expected a JSON object per line, as harts bench writes; name another "
+                    "file with --out"
+                ) from error
+        return lines
 
     def find(self, header: Mapping[str, Any]) -> Record | None:
         """What was measured of this setting, all of it, on this machine at this commit."""
@@ -50,7 +55,7 @@ class Records:
     def put(self, header: Mapping[str, Any], found: Mapping[str, Any], *, whole: bool) -> Record:
         """Adds a record, in place of an earlier part of it; returns it."""
         record = {**header, **found, "whole": whole}
-        self.lines = [line for line in self.lines if line.get("whole") or not _same(line, header)]
+        self.lines = [line for line in self._read() or self.lines if line.get("whole") or not _same(line, header)]
         self.lines.append(record)
         if self.path is not None:
             write_text(self.path, "".join(json.dumps(output.finite(line)) + "\n" for line in self.lines))

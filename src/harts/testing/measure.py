@@ -265,7 +265,7 @@ class _Bench:
         runs.seconds.append(stop - (start if arm == "tree" else ready))
         runs.prepared.append(ready - start)
         if self.device.type == "cuda":
-            runs.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            runs.peak_bytes = max(runs.peak_bytes or 0, torch.cuda.max_memory_allocated(self.device))
 
     def _prepare(self, arm: Arm) -> Batch:
         return prepare(self.trajectories, arm, self.setting, device=self.device)

@@ -34,6 +34,7 @@ class StepMetrics:
             and backward passes, which `predicted` stands for.
         rows_per_s: (unique + recomputed rows) / seconds.
         kernels: implementations of the ops.
+        fused: whether norms, MLPs, gates and experts run fused (`harts.models.fuse`).
         router_loss, router_max_violation: of a mixture-of-experts model whose routers are asked: balancing loss and
             z-loss times their coefficients, and the largest expert load over the mean load, less 1, mean over layers.
         loss: parts of the loss and its statistics; see `harts.losses.LossMetrics`.
@@ -61,6 +62,7 @@ class StepMetrics:
     compute_seconds: float
     rows_per_s: float
     kernels: dict[str, Any]
+    fused: bool
     router_loss: float | None
     router_max_violation: float | None
     loss: dict[str, float]

@@ -178,6 +178,7 @@ class Trainer:
             plan_seconds=step.seconds,
             rows_per_s=(step.tree.num_rows + plan.recomputed_rows) / seconds,
             kernels=dataclasses.asdict(self.kernels),
+            fused=self.fused,
             router_loss=None if self.config.router is None else self.replicas.sum(done.router_loss),
             router_max_violation=self._violation(done.router_counts),
             loss=losses.values(),
@@ -277,7 +278,13 @@ class Trainer:
                 f"config, field model: expected a directory or one of {', '.join(PRESETS)}, came {config.model!r}"
             )
         attach(model.to(config.device)).train()
-        if can_fuse(model) if config.fused is None else config.fused:
+        self.fused = can_fuse(model) if config.fused is None else config.fused
+        if self.fused:
+            if not can_fuse(model):
+                raise ValueError(
+                    f"config, field fused: expected false, or nothing, for {config.model!r} in {config.dtype} on "
+                    f"{config.device}; only models of the Qwen families run fused, in bfloat16 on a CUDA GPU"
+                )
             fuse(model)
         if config.recompute:
             recompute_activations(model)
