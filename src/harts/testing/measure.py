@@ -158,21 +158,7 @@ def measure(
         ValueError: an arm is unknown, `turns` < 1, nothing is trained, the budget is too small, the model or a token
             id does not fit, or the arm plain is to run recorded routes, which it cannot force.
     """
-    if not arms or not set(arms) <= set(ARMS) or len(set(arms)) < len(arms) or turns < 1:
-        raise ValueError(f"measure: expected turns >= 1 and arms of {', '.join(ARMS)}, came {turns} and {list(arms)}")
-    if not any(each.loss_mask.any() for each in trajectories):
-        raise ValueError("trajectories: expected a trained token, came none; there is nothing to time")
-    longest = max(map(len, trajectories))
-    if longest > setting.token_budget:
-        raise ValueError(
-            f"token_budget: expected at least {longest}, the longest trajectory, came {setting.token_budget}"
-        )
-    routed = next((each for each in trajectories if each.routes is not None), None)
-    if routed is not None and "plain" in arms:
-        raise ValueError(
-            f"arms: plain, transformers' own code, cannot force the recorded experts that trajectory {routed.name} has "
-            "in field routes; leave the arm or the field out"
-        )
+    _check(trajectories, setting, arms, turns)
     stop = time.monotonic() + seconds
     bench = _Bench(model, trajectories, setting, clock)
     for turn in range(-1, turns):
@@ -188,6 +174,24 @@ def measure(
             if turn >= 0:
                 keep(bench.measurement())
     return bench.measurement()
+
+
+def _check(trajectories: Sequence[Trajectory], setting: Setting, arms: Sequence[Arm], turns: int) -> None:
+    if not arms or not set(arms) <= set(ARMS) or len(set(arms)) < len(arms) or turns < 1:
+        raise ValueError(f"measure: expected turns >= 1 and arms of {', '.join(ARMS)}, came {turns} and {list(arms)}")
+    if not any(each.loss_mask.any() for each in trajectories):
+        raise ValueError("trajectories: expected a trained token, came none; there is nothing to time")
+    longest = max(map(len, trajectories))
+    if longest > setting.token_budget:
+        raise ValueError(
+            f"token_budget: expected at least {longest}, the longest trajectory, came {setting.token_budget}"
+        )
+    routed = next((each for each in trajectories if each.routes is not None), None)
+    if routed is not None and "plain" in arms:
+        raise ValueError(
+            f"arms: plain, transformers' own code, cannot force the recorded experts that trajectory {routed.name} has "
+            "in field routes; leave the arm or the field out"
+        )
 
 
 class _Runs:
