@@ -232,7 +232,8 @@ def start_routing(
     if config is None and routes_TYK is None:
         return None
     if not place:
-        what = "router: expected None" if config is not None else "trajectories: expected no field routes"
+        routed = next((each.name for each in packed.tree.trajectories if each.routes is not None), "")
+        what = f"trajectory {routed}, field routes: expected none" if config is None else "router: expected None"
         raise ValueError(f"{what} for a model without mixture-of-experts layers; leave it out")
     forced_TYK = None
     if routes_TYK is not None:
