@@ -10,14 +10,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import harts
 from harts.layout import PackedTree, pack
 from harts.models import RouterConfig, attach, logprobs, recompute_activations, tiny_model
 from harts.models.attach import find_backbone
-from harts.models.fuse import fuse
-from harts.models.sharded import compute_dtype
+from harts.models.fuse import fuse, unfuse
+from harts.models.sharded import compute_device, compute_dtype
+from harts.ops.kernels import Kernels
 from harts.testing.workloads import workload
 from harts.tree import PrefixTree
 
@@ -31,20 +33,31 @@ def make(preset: str) -> nn.Module:
     return attach(tiny_model(preset, vocab_size=1024, dtype=torch.float64))
 
 
-def shard(model: nn.Module, **settings: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    text: Any = find_backbone(model).text
-    for layer in text.layers:
-        fully_shard(layer, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
+def shard(model: nn.Module, style: str = "layers", **settings: Any) -> nn.Module:
+    settings["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    backbone = find_backbone(model)
+    text: Any = backbone.text
+    for layer in text.layers if style != "whole model only" else ():
+        fully_shard(layer, **settings)
+    if style == "resharded":  # the head's weight is gone again behind the forward
+        settings["reshard_after_forward"] = True
+    elif style == "head alone":
+        fully_shard(backbone.head, reshard_after_forward=True, **settings)
+    elif style == "norm and head":
+        fully_shard([text.norm, backbone.head], reshard_after_forward=True, **settings)
+    return fully_shard(model, **settings)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Those of a sharded model must have gone through FSDP, which leaves them sharded."""
     found = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, name
         grad: Any = parameter.grad
-        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        assert isinstance(grad, DTensor) == isinstance(model, FSDPModule), name
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
 
 
@@ -83,20 +96,58 @@ def test_one_process(group: None, preset: str, recompute: bool) -> None:
     assert_alike(gradients(parts), gradients(whole))
 
 
+STYLES = ("layers", "whole model only", "resharded", "head alone", "norm and head")
+
+
+@pytest.mark.parametrize("style", STYLES[1:])
+@pytest.mark.parametrize("trained", ["all", "head"])
+def test_every_way_to_shard(group: None, style: str, trained: str) -> None:
+    whole, parts = make("tiny-qwen3.5"), make("tiny-qwen3.5")
+    for model in (whole, parts):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained == "all" or "lm_head" in name)
+    shard(parts, style)
+    for packed in microbatches():
+        with torch.no_grad():
+            assert torch.allclose(logprobs(parts, packed), logprobs(whole, packed), rtol=0, atol=1e-12)
+        for model in (whole, parts):
+            values, entropy = logprobs(model, packed, entropy=True)
+            (values.sum() + entropy.sum()).backward()
+    assert_alike(gradients(parts), gradients(whole))
+
+
+def test_a_sharded_model_within_adapters(group: None) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(make("tiny-qwen3.5"), config).double()
+
+    (packed, _) = microbatches()
+    whole, parts = adapted(), adapted()
+    shard(parts.get_base_model())
+    for model in (whole, parts):
+        logprobs(model, packed).sum().backward()
+    assert_alike(gradients(parts.get_base_model()), gradients(whole.get_base_model()))
+
+
 def _replica(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    whole, parts = make("tiny-qwen3.5"), shard(make("tiny-qwen3.5"))
+    whole = make("tiny-qwen3.5")
     for packed in microbatches():
         (logprobs(whole, packed).sum() / 2).backward()
     mine = microbatches()[rank]
     expected = logprobs(whole, mine).detach()
-    values = logprobs(parts, mine)
-    assert torch.allclose(values.detach(), expected, rtol=0, atol=1e-12)
-    values.sum().backward()  # FSDP2 takes the mean over replicas
-    assert_alike(gradients(parts), gradients(whole))
-    with torch.no_grad():
-        assert torch.allclose(logprobs(parts, mine), expected, rtol=0, atol=1e-12)
+    for style in STYLES:
+        parts = shard(make("tiny-qwen3.5"), style)
+        values = logprobs(parts, mine)
+        assert torch.allclose(values.detach(), expected, rtol=0, atol=1e-12)
+        values.sum().backward()  # FSDP2 takes the mean over replicas
+        assert_alike(gradients(parts), gradients(whole))
+        with torch.no_grad():
+            assert torch.allclose(logprobs(parts, mine), expected, rtol=0, atol=1e-12)
     dist.destroy_process_group()
 
 
@@ -112,12 +163,53 @@ def test_kernels_follow_mixed_precision(group: None) -> None:
     assert compute_dtype(model) == torch.bfloat16
 
 
+def test_kernels_follow_the_device_that_parameters_are_gathered_on(group: None) -> None:
+    model: Any = shard(attach(tiny_model("tiny-llama")))
+    assert compute_device(model) == torch.device("cpu")
+    model._get_fsdp_state()._device = torch.device("cuda", 0)  # as with CPUOffloadPolicy
+    assert compute_device(model) == torch.device("cuda", 0)
+    assert next(model.parameters()).device.type == "cpu"
+    with pytest.raises(ValueError, match="packed: lies on cpu, the model on cuda:0"):
+        logprobs(model, microbatches()[0], kernels=Kernels())
+
+
+def test_sharded_modules_are_not_swapped_in_part(group: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = make("tiny-qwen3.5-moe")
+    for layer in find_backbone(model).text.layers:  # type: ignore[union-attr]
+        fully_shard(layer.mlp.experts, mesh=mesh)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match="Qwen3_5MoeExperts is sharded by itself"):
+        fuse(model, impl="reference")
+    assert [type(module) for module in model.modules()] == before
+    model = fuse(make("tiny-qwen3.5-moe"), impl="reference")
+    for layer in find_backbone(model).text.layers:  # type: ignore[union-attr]
+        fully_shard(layer.mlp.experts, mesh=mesh)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match="is sharded by itself"):
+        unfuse(model)
+    assert [type(module) for module in model.modules()] == before
+    model = make("tiny-qwen3.5")
+    for layer in find_backbone(model).text.layers:  # type: ignore[union-attr]
+        fully_shard(layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn, mesh=mesh)
+    shard(model)
+    with pytest.raises(ValueError, match="TreeGatedDeltaNet is sharded by itself"):
+        harts.detach(model)
+    assert torch.isfinite(harts.logprobs(model, microbatches()[0])).all()  # attached as before
+
+
 def test_what_cannot_be_gathered_is_refused(group: None) -> None:
     (packed, _) = microbatches()
+    mesh = init_device_mesh("cpu", (1,))
     model = make("tiny-llama")
-    fully_shard(find_backbone(model).head, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(find_backbone(model).text.layers[0], mesh=mesh)  # type: ignore[union-attr, index, arg-type]
+    with pytest.raises(ValueError, match="expected fully_shard on the whole model, came one with only a FSDPLlamaDec"):
+        harts.logprobs(model, packed)
+    model = make("tiny-llama")
+    head: Any = find_backbone(model).head
+    head.weight = nn.Parameter(distribute_tensor(head.weight.data, mesh))
     with pytest.raises(ValueError, match="expected the head's whole weight"):
-        harts.logprobs(shard(model), packed)
+        harts.logprobs(model, packed)
     model = make("tiny-llama")
     layer: Any = find_backbone(model).text.layers[0]  # type: ignore[union-attr, index]
     layer.mlp = FullyShardedDataParallel(layer.mlp, device_id=torch.device("cpu"))

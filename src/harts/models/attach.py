@@ -82,14 +82,18 @@ def attach(model: nn.Module) -> nn.Module:
 
 
 def detach(model: nn.Module) -> nn.Module:
-    """Undoes `attach`; parameters keep what training made of them. Returns the same model."""
+    """Undoes `attach`; parameters keep what training made of them. Returns the same model.
+
+    Raises:
+        ValueError: `fully_shard` was called on one of its mixers by itself.
+    """
     backbone = find_backbone(model)
     if getattr(backbone.text, _MARK, False):
-        uninstall(backbone.text)
         swap_back(backbone.text)  # what harts.models.fuse put in
         classes = backbone.family.linear_classes()
         if classes is not None:
             swap(backbone.text, {classes[1]: classes[0]})
+        uninstall(backbone.text)
         delattr(backbone.text, _MARK)
     if backbone.tree_attention:
         backbone.config._attn_implementation = backbone.config._attn_implementation.removeprefix(PREFIX)

@@ -16,7 +16,7 @@ from harts.layout import PackedTree
 from harts.models.attach import find_backbone
 from harts.models.families import FAMILIES
 from harts.models.row_floor import cut_rows, fill_rows
-from harts.models.sharded import Sealed, compute_dtype, unseal
+from harts.models.sharded import Sealed, compute_device, compute_dtype, unseal
 from harts.models.twins import swap, swap_back
 from harts.ops import attention, fused
 from harts.ops.kernels import Kernels
@@ -163,7 +163,7 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
     if impl == "triton":
         from harts.ops.requirements import require_triton
 
-        require_triton("fuse", next(backbone.text.parameters()).device)
+        require_triton("fuse", compute_device(model))
     elif impl != "reference":
         raise ValueError(f"fuse: impl={impl!r} is not available; expected one of 'reference', 'triton'")
     for twin in swap(backbone.text, classes):
@@ -174,9 +174,8 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
 def can_fuse(model: nn.Module) -> bool:
     """Whether `fuse` takes an attached model as it is now: its family and activation, in bf16 on a CUDA GPU."""
     backbone = find_backbone(model)
-    parameter = next(backbone.text.parameters())
     known = bool(backbone.family.fused_classes()) and backbone.config.hidden_act == "silu"
-    return known and parameter.device.type == "cuda" and compute_dtype(model) == torch.bfloat16 and has_triton()
+    return known and compute_device(model).type == "cuda" and compute_dtype(model) == torch.bfloat16 and has_triton()
 
 
 def unfuse(model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harts.models.attach import find_backbone
-from harts.models.sharded import compute_dtype
+from harts.models.sharded import compute_device, compute_dtype
 from harts.ops.kernels import Kernels
 
 __all__ = ["default_kernels"]
@@ -20,15 +20,14 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
 
     On a CUDA GPU `Kernels.fastest()`, but the gated delta rule is plain for any dtype but bf16 and any head size but
     128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
-    plain in fp64. The dtype is that of FSDP2's mixed precision, if there is one. The plain ones elsewhere. `harts
-    train` and `harts bench` write down what ran.
+    plain in fp64. Dtype and device are those that FSDP2 computes with, if the model is sharded. The plain ones
+    elsewhere. `harts train` and `harts bench` write down what ran.
 
     Args:
         model: of a supported family; its parameters lie on one device.
         deterministic: see `Kernels`.
     """
-    parameter = next(model.parameters())
-    if parameter.device.type != "cuda":
+    if compute_device(model).type != "cuda":
         return Kernels(deterministic=deterministic)
     return _choose(Kernels.fastest(deterministic=deterministic), compute_dtype(model), find_backbone(model).config)
 

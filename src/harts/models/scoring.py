@@ -12,7 +12,7 @@ from harts.models.attach import Backbone, find_backbone
 from harts.models.kernel_choice import default_kernels
 from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
 from harts.models.row_floor import cut_rows, repeat_first
-from harts.models.sharded import check_gathered, is_sharded, run_whole
+from harts.models.sharded import check_gathered, compute_device, find_whole, run_whole
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
 from harts.ops.rows import gather_rows
@@ -87,24 +87,33 @@ def logprobs(
         ValueError: the model is not attached, has active dropout (one row of a tree stands for several trajectories,
             so sharing would change what dropout means), has a head that is no plain linear layer, lies on another
             device, or a token id is outside its vocabulary; the model is dense where `router` or recorded routes are
-            given, or those do not fit it; the model is sharded by FSDP1, or its head by itself.
+            given, or those do not fit it; the model is sharded by FSDP1, or a part of it alone by FSDP2.
     """
     backbone = find_backbone(model)
     kernels = kernels or default_kernels(model)
-    _check(model, backbone, packed, _head_weight(backbone)[0])
+    whole = _check(model, backbone, packed)
     routing = _start_routing(backbone, packed, router)
-    hidden_TD = _run(model, backbone, packed, kernels, routing)
-    weight_VD, bias_V = _head_weight(backbone)  # whole now, where the model is sharded
-    check_gathered(weight_VD)
-    logprobs_M, entropy_M = row_logprobs(
-        hidden_TD,
-        weight_VD,
-        packed,
-        bias_V=bias_V,
-        entropy=entropy,
-        chunk_rows=kernels.chunk_rows,
-        impl=kernels.row_logprobs,
-    )
+
+    def score(decoded: Any) -> tuple[Tensor, Tensor | None]:
+        if routing is not None:
+            routing.check_complete()
+        head = _find_head(backbone)
+        check_gathered(head.weight)
+        return row_logprobs(
+            cut_rows(decoded.last_hidden_state[0], packed.num_rows),
+            head.weight,
+            packed,
+            bias_V=head.bias,
+            entropy=entropy,
+            chunk_rows=kernels.chunk_rows,
+            impl=kernels.row_logprobs,
+        )
+
+    inputs = _inputs(backbone, packed, kernels, routing)
+    if whole is None:
+        logprobs_M, entropy_M = score(backbone.text(**inputs))
+    else:
+        logprobs_M, entropy_M = run_whole(whole, backbone.text, _find_head(backbone), inputs, score)
     results: list[Tensor | RouterOutput] = [_to_tokens(logprobs_M, packed)]
     if entropy_M is not None:
         results.append(_to_tokens(entropy_M, packed))
@@ -123,10 +132,10 @@ def _start_routing(backbone: Backbone, packed: PackedTree, router: RouterConfig 
     )
 
 
-def _run(model: nn.Module, backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: Routing | None) -> Tensor:
-    """Final hidden states of the rows, [T, D]."""
+def _inputs(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: Routing | None) -> dict[str, Any]:
+    """What the decoder is called with."""
     rows = max(packed.num_rows, kernels.min_rows)
-    inputs: dict[str, Any] = {
+    return {
         "input_ids": repeat_first(packed.token_ids_T, rows).unsqueeze(0),
         "position_ids": repeat_first(packed.position_T, rows).unsqueeze(0),
         "attention_mask": backbone.family.mask(packed.device),
@@ -135,10 +144,6 @@ def _run(model: nn.Module, backbone: Backbone, packed: PackedTree, kernels: Kern
         "kernels": kernels,
         **({} if routing is None else {"routing": routing}),
     }
-    output = run_whole(model, backbone.text, inputs) if is_sharded(model) else backbone.text(**inputs)
-    if routing is not None:
-        routing.check_complete()
-    return cut_rows(output.last_hidden_state[0], packed.num_rows)
 
 
 def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
@@ -146,7 +151,7 @@ def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
     return gather_rows(values_M, packed.target_of_N, missing=True)
 
 
-def _head_weight(backbone: Backbone) -> tuple[Tensor, Tensor | None]:
+def _find_head(backbone: Backbone) -> nn.Linear:
     head: Any = backbone.head
     if hasattr(head, "modules_to_save"):  # peft's full copy of a module
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -155,14 +160,18 @@ def _head_weight(backbone: Backbone) -> tuple[Tensor, Tensor | None]:
             f"model: expected the head to be a torch.nn.Linear, came {type(head).__name__}; leave the head out of the "
             "LoRA target modules (modules_to_save is fine)"
         )
-    return head.weight, head.bias
+    return head
 
 
-def _check(model: nn.Module, backbone: Backbone, packed: PackedTree, weight_VD: Tensor) -> None:
+def _check(model: nn.Module, backbone: Backbone, packed: PackedTree) -> nn.Module | None:
+    """Returns the module to call as a whole, if the model is sharded."""
     if not backbone.attached:
         raise ValueError("model: not attached; call harts.attach(model) once before harts.logprobs")
-    if packed.device != weight_VD.device:
-        raise ValueError(f"packed: lies on {packed.device}, the model on {weight_VD.device}; use packed.to(...)")
+    head = _find_head(backbone)
+    whole = find_whole(model, backbone.text, head)
+    device = head.weight.device if whole is None else compute_device(whole)
+    if packed.device != device:
+        raise ValueError(f"packed: lies on {packed.device}, the model on {device}; use packed.to(...)")
     if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
         raise ValueError(
             "model: DistributedDataParallel sums gradients only of what runs through its own forward, which takes no "
@@ -172,6 +181,7 @@ def _check(model: nn.Module, backbone: Backbone, packed: PackedTree, weight_VD: 
     vocabulary = backbone.text.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if packed.tree.token_ids_T.max() >= vocabulary:
         check_vocabulary(packed.tree.trajectories, vocabulary)
+    return whole
 
 
 def _check_dropout(model: nn.Module) -> None:
