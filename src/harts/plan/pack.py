@@ -54,8 +54,9 @@ class _Packer:
         """Joins the bin to the fullest one that takes it, or opens another."""
         cost, rows, keys, leaf = one
         most_rows, most_keys = self.rows + saved_rows - rows, self.keys - keys
-        # where rows are what fills a bin, the fullest that takes this one costs about as much per row as it does
-        at = bisect_left(bins, (min(limit - cost, most_rows * (cost / rows)), np.inf, 0, 0)) - 1
+        # Where rows are what fills a bin, the fullest that takes this one costs about as much per row as it does.
+        fullest = bisect_left(bins, (limit - cost, np.inf, 0, 0)) - 1
+        at = min(bisect_left(bins, (most_rows * (cost / rows), np.inf, 0, 0)) - 1 + _TRIES // 2, fullest)
         if self.chance is not None and at >= 0:  # now and then not the fullest, or none
             draw = self.chance.random()
             at = -1 if draw < self.whim else int(at * self.chance.random()) if draw < 2 * self.whim else at
