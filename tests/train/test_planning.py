@@ -71,3 +71,13 @@ def test_a_dead_process_costs_nothing_but_time(trajectories: list[Trajectory], m
     assert run(planner(trajectories, "cuda", told), monkeypatch, kill_at=1) == here
     (line,) = told
     assert "plans its steps itself" in line
+
+
+def test_a_plan_of_other_data_is_refused(trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harts.train.step.pack", lambda tree, device: None)
+    made = planner(trajectories, "cuda", [])
+    with made.ahead():
+        made.start(1)
+        made._ahead_of = 2
+        with pytest.raises(ValueError, match="came other trajectories"):
+            made.plan(2)

@@ -1,13 +1,14 @@
 """Plans the next step in another process, while this one trains.
 
 With many replicas a plan takes up to a second, in which GPUs would wait. A thread would not help: planning is Python,
-and so is launching kernels. Started as a module it is the other process: `python -m harts.plan.ahead`.
+and so is launching kernels. `main` is the other process.
 """
 
 import contextlib
 import dataclasses
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +36,12 @@ class PlanAhead:
         assert not self._waiting, "the plan before has not been taken"
         if self.failure:
             return
+        message = pickle.dumps((_bare(tree), arguments), protocol=5)
         try:
             if self._process is None:
                 self._process = _start()
             assert self._process.stdin is not None
-            pickle.dump((_bare(tree), arguments), self._process.stdin, protocol=5)
+            self._process.stdin.write(message)
             self._process.stdin.flush()
         except OSError as error:
             self._fail(error)
@@ -59,7 +61,7 @@ class PlanAhead:
         assert self._process.stdout is not None
         try:
             result = pickle.load(self._process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # it died, or something else wrote to its standard output
             self._fail(error)
             return None
         if isinstance(result, ValueError):
@@ -68,8 +70,11 @@ class PlanAhead:
         return result
 
     def _fail(self, error: Exception) -> None:
-        code = self._process.poll() if self._process is not None else None
-        self.failure = f"the process that plans ahead ended (exit code {code}, {type(error).__name__})"
+        code = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timeout=1)  # the pipe closes before the process has ended
+        self.failure = f"the process that plans ahead ended (exit code {code}, {type(error).__name__}: {error})"
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -89,13 +94,12 @@ class PlanAhead:
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    source = str(Path(__file__).parents[2])
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = [*filter(None, sys.path), str(Path(__file__).parents[2])]  # where this process finds its modules
+    program = "import sys; sys.path[:] = sys.argv[1:]; from harts.plan.ahead import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-m", "harts.plan.ahead"],
+        [sys.executable, "-c", program, *path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C is for the training process, which lets the step in hand end
     )
 
@@ -103,7 +107,13 @@ def _start() -> "subprocess.Popen[bytes]":
 def _bare(tree: PrefixTree) -> PrefixTree:
     """The tree without what plans do not look at, such as recorded experts."""
     bare = (
-        Trajectory(token_ids=each.token_ids, loss_mask=each.loss_mask, temperature=each.temperature, id=each.name)
+        Trajectory(
+            token_ids=each.token_ids,
+            loss_mask=each.loss_mask,
+            temperature=each.temperature,
+            id=each.id,
+            group=each.group,
+        )
         for each in tree.trajectories
     )
     return dataclasses.replace(tree, trajectories=tuple(bare))
@@ -111,12 +121,13 @@ def _bare(tree: PrefixTree) -> PrefixTree:
 
 def main() -> None:
     """Reads (tree, arguments) after (tree, arguments) from standard input and writes plans, or what went wrong."""
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # nothing that prints may write between the plans
+    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing that prints may write between the plans
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody waits for the plan any more: ends without a word
     while True:
         try:
             tree, arguments = pickle.load(source)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):  # the training process ended, perhaps while it wrote
             return
         try:
             result: Any = make_plan(tree, **arguments)
@@ -124,7 +135,3 @@ def main() -> None:
             result = error
         pickle.dump(result, target, protocol=5)
         target.flush()
-
-
-if __name__ == "__main__":
-    main()

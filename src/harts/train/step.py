@@ -87,18 +87,18 @@ def plan_step(
         share: what is merged.
         replicas: this process among those that train together; None: alone.
         cost_model: what the plan balances; None: rows.
-        plan: a plan of these trajectories to follow instead of making one; checked by whoever brings it.
+        plan: a plan of these trajectories to follow instead of making one.
         device: of the packed trees.
 
     Raises:
-        ValueError: a trajectory does not fit the budget.
+        ValueError: a trajectory does not fit the budget, or `plan` breaks a law of `check_plan`.
     """
     start = time.perf_counter()
     replicas = replicas or Replicas()
     tree = PrefixTree.build(trajectories, share=share)
     if plan is None:
         plan = make_plan(tree, token_budget=token_budget, num_replicas=replicas.size, cost_model=cost_model)
-        check_plan(tree, plan, share=share, thorough=False)
+    check_plan(tree, plan, share=share, thorough=False)
     microbatches = []
     for slot in plan.microbatches:
         indices = slot[replicas.rank].trajectories
