@@ -188,6 +188,7 @@ class Trainer:
         self, step: StepPlan, old: dict[int, Tensor] | None, reference: dict[int, Tensor] | None
     ) -> Accumulated:
         router, kernels = self.config.router, self.kernels
+        self.optimizer.zero_grad(set_to_none=True)  # what a step that failed in the middle left, if `run` goes on
         counts = None
         if router is not None:
             counts = count_routes(self.model, step, router, self.replicas, kernels=kernels)
