@@ -116,6 +116,16 @@ def test_every_way_to_shard(group: None, style: str, trained: str) -> None:
     assert_alike(gradients(parts), gradients(whole))
 
 
+@pytest.mark.parametrize("preset", ["tiny-qwen3.5-moe", "tiny-qwen3-moe", "tiny-qwen3-next"])
+def test_the_balancing_loss_of_transformers_stays_off(group: None, preset: str) -> None:
+    (packed, _) = microbatches()
+    expected = logprobs(make(preset), packed)
+    for model in (make(preset), shard(make(preset))):
+        find_backbone(model).config.output_router_logits = True
+        assert torch.equal(logprobs(model, packed), expected)
+        assert find_backbone(model).config.output_router_logits
+
+
 def test_a_sharded_model_within_adapters(group: None) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -143,6 +143,8 @@ def _inputs(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: R
         "packed": packed,
         "kernels": kernels,
         **({} if routing is None else {"routing": routing}),
+        # transformers' own balancing loss, which a sharded model would compute, takes no tree
+        **({"output_router_logits": False} if getattr(backbone.config, "output_router_logits", False) else {}),
     }
 
 
