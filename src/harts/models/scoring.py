@@ -97,17 +97,8 @@ def logprobs(
     def score(decoded: Any) -> tuple[Tensor, Tensor | None]:
         if routing is not None:
             routing.check_complete()
-        head = _find_head(backbone)
-        check_gathered(head.weight)
-        return row_logprobs(
-            cut_rows(decoded.last_hidden_state[0], packed.num_rows),
-            head.weight,
-            packed,
-            bias_V=head.bias,
-            entropy=entropy,
-            chunk_rows=kernels.chunk_rows,
-            impl=kernels.row_logprobs,
-        )
+        hidden_TD = cut_rows(decoded.last_hidden_state[0], packed.num_rows)
+        return _run_head(backbone, hidden_TD, packed, kernels, entropy)
 
     inputs = _inputs(backbone, packed, kernels, routing)
     if whole is None:
@@ -146,6 +137,23 @@ def _inputs(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: R
         # transformers' own balancing loss, which a sharded model would compute, takes no tree
         **({"output_router_logits": False} if getattr(backbone.config, "output_router_logits", False) else {}),
     }
+
+
+def _run_head(
+    backbone: Backbone, hidden_TD: Tensor, packed: PackedTree, kernels: Kernels, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [M] and entropies [M] of the rows' targets; in a sharded model while the head is gathered."""
+    head = _find_head(backbone)
+    check_gathered(head.weight)
+    return row_logprobs(
+        hidden_TD,
+        head.weight,
+        packed,
+        bias_V=head.bias,
+        entropy=entropy,
+        chunk_rows=kernels.chunk_rows,
+        impl=kernels.row_logprobs,
+    )
 
 
 def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
