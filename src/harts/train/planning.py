@@ -54,6 +54,7 @@ class StepPlanner:
             replicas=self.replicas,
             cost_model=self.cost_model,
             plan=plan,
+            check=self.saved is None,
             device=self.config.device,
         )
 

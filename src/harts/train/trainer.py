@@ -51,6 +51,8 @@ _MAY_CHANGE = {
     "device",
     "token_budget",
     "recompute",
+    "fused",
+    "deterministic",
     "share",
 }
 
