@@ -6,7 +6,20 @@ from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
-__all__ = ["replacing", "write_text"]
+__all__ = ["check_target", "replacing", "write_text"]
+
+
+def check_target(path: str | PathLike[str]) -> None:
+    """Refuses a path that no file can be written to, before what would be written is computed.
+
+    Raises:
+        ValueError: the folder does not exist, or `path` is a folder.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ValueError(f"{target}: expected a file in a folder that exists, came no folder {target.parent}; make it")
+    if target.is_dir():
+        raise ValueError(f"{target}: expected the name of a file, came a folder; name a file in it")
 
 
 @contextlib.contextmanager
@@ -17,11 +30,8 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
         ValueError: the folder does not exist, or `path` is a folder.
         OSError: the file cannot be written; it names `path`, not the temporary one.
     """
+    check_target(path)
     target = Path(path)
-    if not target.parent.is_dir():
-        raise ValueError(f"{target}: expected a file in a folder that exists, came no folder {target.parent}; make it")
-    if target.is_dir():
-        raise ValueError(f"{target}: expected the name of a file, came a folder; name a file in it")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -105,6 +105,7 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
         (["check", "--no-trees", "--workloads", "mint", "--data-dir", "no-such"], "mint.jsonl.gz in no-such"),
         (["bench", "--workloads", "star3", "--token-budget", "100"], "token_budget: expected at least"),
         (["bench", "--turns", "0"], "turns"),
+        (["bench", "--out", "no-such-folder/lines.jsonl"], "no folder no-such-folder; make it"),
         (["bench", "--arms", "rows,trees"], "arms: expected some of rows, merged, tree, shuffled, plain"),
         (["bench", "--model", "qwen3.5-4b", "--device", "cuda:99"], "device"),
         (["bench", "--fuse"], "fuse: expected a CUDA device"),

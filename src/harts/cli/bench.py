@@ -14,6 +14,7 @@ from harts.cli import options, output
 from harts.cli.bench_report import Records, render, report
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype, vocabulary_of
 from harts.cost import CostModel, count, model_identity
+from harts.files import check_target
 from harts.formats import check_vocabulary
 from harts.models import attach, default_kernels
 from harts.models.attach import find_backbone
@@ -240,6 +241,7 @@ class _Models:
         return is_preset(self.name) or self.name in SHAPES
 
     def get(self, vocabulary: int) -> nn.Module:
+        """The model; `vocabulary` is that of a preset."""
         changes: dict[str, Any] = {} if self.layers is None else {"num_hidden_layers": self.layers}
         dtype = to_dtype(self.dtype)
         if is_preset(self.name):
@@ -285,6 +287,8 @@ class _Job:
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
         """Measures what `records` does not hold yet, and returns the document of all."""
+        if self.profile is not None:
+            check_target(self.profile)
         stop = time.monotonic() + seconds
         machine = environment()
         results: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from harts.cli import output
-from harts.files import write_text
+from harts.files import check_target, write_text
 from harts.testing.measure import ArmResult, Measurement
 
 __all__ = ["TOLERANCE", "Records", "render", "report"]
@@ -29,8 +29,10 @@ class Records:
         """Reads the file, if there is one.
 
         Raises:
-            ValueError: a line is no JSON object.
+            ValueError: a line is no JSON object, or no file can be written there.
         """
+        if path is not None:
+            check_target(path)
         self.path = path
         self.lines = self._read()
 

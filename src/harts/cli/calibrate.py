@@ -9,6 +9,7 @@ from rich.console import Console
 
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, load_model, to_dtype
+from harts.files import check_target
 from harts.models import attach, default_kernels, recompute_activations
 from harts.models.fuse import can_fuse, fuse
 from harts.testing.calibrate import calibrate as measure
@@ -32,8 +33,7 @@ def calibrate(
 
     Reports how far a model fitted to all other runs is off on each run: what to expect of its predictions.
     """
-    if not out.parent.is_dir():
-        raise ValueError(f"{out}: expected a file in an existing folder; make {out.parent} first")
+    check_target(out)
     loaded = attach(load_model(model, dtype=to_dtype(dtype), device=device, vocab_size=vocab_size))
     if recompute:
         recompute_activations(loaded)
