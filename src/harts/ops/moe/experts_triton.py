@@ -194,14 +194,9 @@ def _constants(y_SD: Tensor, slot_TK: Tensor, gate_D: Tensor | None) -> dict[str
     return {
         "K": slot_TK.shape[1],
         "SHARED": gate_D is not None,
-        "SUM": _sum_type(y_SD),
         "BLOCK_D": block,
         "num_warps": 8 if block >= 4096 else 4,
     }
-
-
-def _sum_type(tensor: Tensor) -> Any:
-    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
 def _gate_gradient(x_TD: Tensor, grad_logit_T: Tensor) -> Tensor:
@@ -217,7 +212,6 @@ def _gate_gradient(x_TD: Tensor, grad_logit_T: Tensor) -> Tensor:
         rows,
         size,
         strip_rows,
-        SUM=_sum_type(x_TD),
         BLOCK_T=block_rows,
         BLOCK_D=block,
         num_warps=4,
@@ -250,23 +244,22 @@ def _combine_forward(
     WEIGHTED: tl.constexpr,
     K: tl.constexpr,
     SHARED: tl.constexpr,
-    SUM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     inside = column < size
-    total = tl.zeros([BLOCK_D], SUM)
+    total = tl.zeros([BLOCK_D], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + row * K + k)
-        y = tl.load(y_ptr + slot * size + column, mask=inside, other=0.0).to(SUM)
+        y = tl.load(y_ptr + slot * size + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
-            y *= tl.load(weight_ptr + row * K + k).to(SUM)
+            y *= tl.load(weight_ptr + row * K + k).to(tl.float32)
         total += y
     if SHARED:
-        x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(SUM)
-        gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(SUM)
-        shared = tl.load(shared_ptr + row * size + column, mask=inside, other=0.0).to(SUM)
+        x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        shared = tl.load(shared_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
         logit = tl.sum(x * gate, 0)
         tl.store(logit_ptr + row, logit)
         total += shared / (1.0 + tl.exp(-logit))
@@ -290,25 +283,24 @@ def _combine_backward(
     size,
     K: tl.constexpr,
     SHARED: tl.constexpr,
-    SUM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     inside = column < size
     place = row * size + column
-    grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(SUM)
+    grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + row * K + k)
-        weight = tl.load(weight_ptr + row * K + k).to(SUM)
-        y = tl.load(y_ptr + slot * size + column, mask=inside, other=0.0).to(SUM)
+        weight = tl.load(weight_ptr + row * K + k).to(tl.float32)
+        y = tl.load(y_ptr + slot * size + column, mask=inside, other=0.0).to(tl.float32)
         grad_weight = tl.sum(grad * y, 0)
         tl.store(grad_weight_ptr + row * K + k, grad_weight.to(grad_weight_ptr.dtype.element_ty))
         grad_y = (grad * weight).to(grad_y_ptr.dtype.element_ty)
         tl.store(grad_y_ptr + slot * size + column, grad_y, mask=inside)
     if SHARED:
-        gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(SUM)
-        shared = tl.load(shared_ptr + place, mask=inside, other=0.0).to(SUM)
+        gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        shared = tl.load(shared_ptr + place, mask=inside, other=0.0).to(tl.float32)
         share = 1.0 / (1.0 + tl.exp(-tl.load(logit_ptr + row)))
         grad_logit = tl.sum(grad * shared, 0) * share * (1.0 - share)
         tl.store(grad_logit_ptr + row, grad_logit)
@@ -324,20 +316,19 @@ def _gate_gradients(
     rows,
     size,
     strip_rows,
-    SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     strip = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     stop = tl.minimum((strip + 1) * strip_rows, rows)
-    total = tl.zeros([BLOCK_D], SUM)
+    total = tl.zeros([BLOCK_D], tl.float32)
     for first in range(strip * strip_rows, stop, BLOCK_T):
         row = first + tl.arange(0, BLOCK_T)
         grad_logit = tl.load(grad_logit_ptr + row, mask=row < stop, other=0.0)
         inside = (row < stop)[:, None] & (column < size)[None, :]
         x = tl.load(x_ptr + row[:, None] * size + column[None, :], mask=inside, other=0.0)
-        total += tl.sum(x.to(SUM) * grad_logit[:, None], 0)
+        total += tl.sum(x.to(tl.float32) * grad_logit[:, None], 0)
     tl.store(partial_ptr + strip * size + column, total, mask=column < size)
 
 
