@@ -286,7 +286,7 @@ class Trainer:
             if not can_fuse(model):
                 raise ValueError(
                     f"config, field fused: expected false, or nothing, for {config.model!r} in {config.dtype} on "
-                    f"{config.device}; only models of the Qwen families run fused, in bfloat16 on a CUDA GPU"
+                    f"{config.device}; Qwen3.5, Qwen3-Next and Qwen3-MoE run fused, in bfloat16 on a CUDA GPU"
                 )
             fuse(model)
         if config.recompute:
