@@ -185,26 +185,26 @@ def attend(packed: PackedTree) -> Iterator[dict[str, Any]]:
 
 @case
 def attend_backward(packed: PackedTree) -> Iterator[dict[str, Any]]:
-    """Attention whose backward is cut at branches, and by whole paths; see `harts.ops.attention.branches`."""
-    rows, chosen = packed.num_rows, branches.FEW_KEYS
+    """What a pass over a query has to save for a branch to run by itself; see `harts.ops.attention.branches`."""
+    rows, chosen = packed.num_rows, branches.QUERY_COST
     inputs = [draw(rows, 16, 256), draw(rows, 4, 256), draw(rows, 4, 256)]
+    pairs = int((packed.position_T + 1).sum())
     try:
-        for cut, branches.FEW_KEYS in (("branches", 0.0), ("paths", float("inf"))):
-            fresh = dataclasses.replace(packed)  # calls are kept per layout
-            calls = branches.backward_calls(fresh)
+        for branches.QUERY_COST in (0.0, 1.2, 2.4, 4.8, float("inf")):
+            fresh = dataclasses.replace(packed)  # plans are kept per layout
+            calls = [call for stage in branches.plan_backward(fresh).stages for call in stage.calls]
             op = lambda *x, fresh=fresh: attention(*x, fresh, scale=256**-0.5, impl=default_impl())  # noqa: E731
-            yield timed(
-                "attention, backward by " + cut,
-                op,
-                inputs,
-                repeats=5,
-                impl=default_impl(),
-                calls=len(calls),
-                queries=sum(sum(call.query_lengths) for call in calls),
-                keys=sum(sum(call.key_lengths) for call in calls),
-            )
+            line = timed("attention", op, inputs, repeats=5, impl=default_impl(), query_cost=str(branches.QUERY_COST))
+            backward_ms = line["both_ms"] - line["forward_ms"]
+            yield {
+                **line,
+                "calls": len(calls),
+                "queries": sum(sum(call.query_lengths) for call in calls),
+                "keys": sum(sum(call.key_lengths) for call in calls),
+                "backward_tflops": round(4 * pairs * 16 * 256 * 2.5 / backward_ms / 1e9, 1),
+            }
     finally:
-        branches.FEW_KEYS = chosen
+        branches.QUERY_COST = chosen
 
 
 @case

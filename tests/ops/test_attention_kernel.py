@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +12,10 @@ from torch import Tensor
 from harts.layout import KeyGroup, PackedTree, pack
 from harts.ops import attention
 from harts.ops.attention import branches, default_impl
-from harts.ops.attention.branches import BackwardCall, backward_calls
+from harts.ops.attention.branches import BackwardCall, plan_backward
 from harts.ops.attention.fa4 import has_fa4
 from harts.ops.attention.paths import attend_paths
-from harts.testing.trees import AWKWARD, tree_strategy
+from harts.testing.trees import AWKWARD, to_trajectories, tree_strategy
 from harts.tree import PrefixTree
 
 SHAPES = [name for name in AWKWARD if name != "caterpillar"]
@@ -79,11 +80,15 @@ def check_paths(packed: PackedTree) -> None:
     )
 
 
-@pytest.mark.parametrize("few_keys", [0.0, 1e9])
+QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
+"""Every branch with two chains is a sequence of its own, many are, some, none."""
+
+
+@pytest.mark.parametrize("query_cost", QUERY_COSTS)
 @pytest.mark.parametrize("key_cap", [1, 300, 100_000])
 @pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
-def test_groups_and_backward_calls(shape: str, key_cap: int, few_keys: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "FEW_KEYS", few_keys)
+def test_groups_and_backward(shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "QUERY_COST", query_cost)
     monkeypatch.setattr(branches, "KEY_CAP", key_cap)
     packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
     assert (len(packed.key_groups) == 1) == (key_cap == 100_000 or shape in ("duplicates", "prefix of another"))
@@ -110,28 +115,46 @@ def test_law_fails_when_a_chain_sees_another_path() -> None:
         )
 
 
-@pytest.mark.parametrize("few_keys", [0.0, 1e9])
+@pytest.mark.parametrize("query_cost", QUERY_COSTS)
 @pytest.mark.parametrize("key_cap", [1, 40, 100_000])
 @pytest.mark.parametrize("shape", AWKWARD)
-def test_backward_calls_cover_every_visible_pair_once(
-    shape: str, key_cap: int, few_keys: float, monkeypatch: pytest.MonkeyPatch
+def test_backward_covers_every_visible_pair_once(
+    shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(branches, "FEW_KEYS", few_keys)
+    monkeypatch.setattr(branches, "QUERY_COST", query_cost)
     monkeypatch.setattr(branches, "KEY_CAP", key_cap)
     packed = pack(PrefixTree.build(AWKWARD[shape]))
-    calls = backward_calls(packed)
+    plan = plan_backward(packed)
+    calls = [call for stage in plan.stages for call in stage.calls]
     pairs = 0
     for call in calls:
         lengths = list(zip(call.query_lengths, call.key_lengths, strict=True))
         pairs += sum(q * k - (q * (q - 1) // 2 if call.causal else 0) for q, k in lengths)
-        assert len(call.key_lengths) == 1 or call.causal or sum(call.key_lengths) <= key_cap
+        assert len(call.key_lengths) == 1 or sum(call.key_lengths) <= key_cap
     assert pairs == int((packed.position_T + 1).sum())
     rows = torch.arange(packed.num_rows)
     for call in calls:
         assert len(rows[call.queries].unique()) == sum(call.query_lengths)  # no query twice in a call
-    if few_keys == 0:
-        assert torch.equal(rows[calls[0].queries], rows)
-        assert calls[0].keys == calls[0].queries
+    queries = sum(sum(call.query_lengths) for call in calls)
+    assert len(rows[plan.queries]) == queries
+    for stage in plan.stages:
+        keys = sum(sum(call.key_lengths) for call in stage.calls)
+        assert len(rows[stage.keys]) == keys
+        assert len(stage.calls) == 1 or keys <= max(key_cap, packed.num_rows)
+    if query_cost == 1e9:
+        assert queries == packed.num_rows
+        assert sum(sum(call.key_lengths) for call in calls) == packed.blocks.gathered_keys
+
+
+def test_backward_cuts_a_branch_where_that_saves_keys() -> None:
+    """Six rows read their long stem once; what a single row shares with another is gathered."""
+    stem = [1] * 300
+    rows = [[*stem, 2, 3], [*stem, 2, 4]] + [[*stem, 5 + i] for i in range(6)]
+    packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
+    chains, stems = (call for stage in plan_backward(packed).stages for call in stage.calls)
+    assert (chains.causal, stems.causal) == (True, False)
+    assert sorted(chains.key_lengths) == [1] * 6 + [302, 302]
+    assert (stems.query_lengths, stems.key_lengths) == ((6,), (300,))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

@@ -104,7 +104,9 @@ _Seed = Annotated[int, typer.Option(help="Of synthetic workloads.")]
 _Out = Annotated[
     Path | None, typer.Option(help="Add a JSON line per workload; lines of this setting are not measured again.")
 ]
-_Profile = Annotated[Path | None, typer.Option(help="Also write here which kernels a step on the tree spends time in.")]
+_Profile = Annotated[
+    Path | None, typer.Option(help="Also write which kernels a microbatch of each arm spends time in.")
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,8 +379,10 @@ class _Job:
     def _profile(
         self, path: Path, name: str, model: nn.Module, trajectories: Sequence[Trajectory], setting: Setting
     ) -> None:
-        set_up(model, "tree", setting)
-        batch = prepare(trajectories, "tree", setting, device=self.about["device"])
-        with profiled(path.with_name(f"{name}_{path.name}")):
-            run_step(model, batch, kernels=setting.kernels)
-        model.zero_grad(set_to_none=True)
+        for arm in self.arms:
+            set_up(model, arm, setting)
+            batch = prepare(trajectories, arm, setting, device=self.about["device"])
+            rows = batch.packed[0].num_rows
+            with profiled(path.with_name(f"{name}_{arm}_{path.name}"), f"{name}, {arm}, a microbatch of {rows:,} rows"):
+                run_step(model, batch, kernels=setting.kernels, most=1)
+            model.zero_grad(set_to_none=True)

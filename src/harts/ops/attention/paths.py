@@ -5,7 +5,7 @@ same tiles as in a batch of separate rows and has the same bits. Chains run grou
 more than a group's keys and values exist. Groups of root chains need no gather.
 
 Backward: a row's gradient is a sum over what it sees, so it may be cut differently (`branches`): keys shared by many
-chains are read once for all queries below them. Calls and rows add up in a fixed order, in fp32.
+chains are read once for all queries below them. What the calls give adds up in a fixed order, in fp32.
 
 Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K keys of a call, Q its queries.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harts.layout import KeyGroup, PackedTree
-from harts.ops.attention.branches import BackwardCall, Rows, backward_calls
+from harts.ops.attention.branches import BackwardCall, BackwardPlan, Rows, Stage, plan_backward
 from harts.ops.rows import group_rows, segment_sum
 
 __all__ = ["VarlenKernel", "attend_paths"]
@@ -94,23 +94,29 @@ class _AttendPaths(torch.autograd.Function):
     def backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGV, out_THV, *lses = ctx.saved_tensors
         lse_HT = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
-        calls = backward_calls(ctx.packed)
-        totals = [_RowSum(x, len(calls)) for x in (q_THD, k_TGD, v_TGV)]
-        for call in calls:
-            grads = ctx.kernel.backward(
-                _take(grad_THV, call.queries),
-                _take(q_THD, call.queries),
-                _take(k_TGD, call.keys),
-                _take(v_TGV, call.keys),
-                _take(out_THV, call.queries),
-                _take(lse_HT, call.queries, dim=1).contiguous(),
-                call,
-                ctx.scale,
-                ctx.deterministic,
-            )
-            for total, grad, rows in zip(totals, grads, (call.queries, call.keys, call.keys), strict=True):
-                total.add(grad, rows)
-        return *(total.result() for total in totals), None, None, None, None
+        plan = plan_backward(ctx.packed)
+        grad_q, total_k, total_v = [], _KeySum(k_TGD, plan), _KeySum(v_TGV, plan)
+        for stage in plan.stages:
+            parts = [
+                ctx.kernel.backward(
+                    _take(grad_THV, call.queries),
+                    _take(q_THD, call.queries),
+                    _take(k_TGD, call.keys),
+                    _take(v_TGV, call.keys),
+                    _take(out_THV, call.queries),
+                    _take(lse_HT, call.queries, dim=1).contiguous(),
+                    call,
+                    ctx.scale,
+                    ctx.deterministic,
+                )
+                for call in stage.calls
+            ]
+            queries, keys, values = (list(each) for each in zip(*parts, strict=True))
+            grad_q += queries
+            total_k.add(keys, stage)
+            total_v.add(values, stage)
+        grad_THD = _sum_rows(grad_q, plan.queries, len(q_THD))
+        return grad_THD, total_k.total, total_v.total, None, None, None, None
 
 
 def _groups(packed: PackedTree) -> Iterator[tuple[KeyGroup, slice]]:
@@ -130,26 +136,30 @@ def _take(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
     return x.narrow(dim, rows.start, rows.stop - rows.start)
 
 
-class _RowSum:
-    """Gradients of rows, call after call, in fp32 (fp64 for fp64) where there are several calls."""
+def _sum_rows(parts: list[Tensor], rows: Rows, num_rows: int, out: Tensor | None = None) -> Tensor:
+    """Gradients of rows, those of one row added up."""
+    values = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if isinstance(rows, slice):
+        return values if out is None else out.add_(values)
+    return segment_sum(values, group_rows(rows, num_rows), out=out)
 
-    def __init__(self, x_TX: Tensor, num_calls: int) -> None:
-        self.rows, self.dtype = len(x_TX), x_TX.dtype
-        self.total: Tensor | None = None
-        if num_calls > 1:
-            sum_dtype = torch.promote_types(x_TX.dtype, torch.float32)
-            self.total = torch.zeros(x_TX.shape, dtype=sum_dtype, device=x_TX.device)
 
-    def add(self, grad_KX: Tensor, rows: Rows) -> None:
-        """Adds the gradients of some rows; a single call has all rows."""
-        if self.total is None:
-            self.total = segment_sum(grad_KX, group_rows(rows, self.rows)) if isinstance(rows, Tensor) else grad_KX
-        elif isinstance(rows, Tensor):
-            segment_sum(grad_KX, group_rows(rows, len(self.total)), out=self.total)
-        else:
-            self.total[rows] += grad_KX
+class _KeySum:
+    """Gradients of keys or values, stage after stage, in fp32 (fp64 for fp64) where there are several."""
 
-    def result(self) -> Tensor:
+    def __init__(self, x_TGX: Tensor, plan: BackwardPlan) -> None:
+        self.x_TGX, self.stages = x_TGX, len(plan.stages)
+        self.sum: Tensor | None = None
+        if self.stages > 1:
+            sum_dtype = torch.promote_types(x_TGX.dtype, torch.float32)
+            self.sum = torch.zeros(x_TGX.shape, dtype=sum_dtype, device=x_TGX.device)
+
+    def add(self, parts: list[Tensor], stage: Stage) -> None:
+        """Adds what the calls of a stage gave."""
+        self.sum = _sum_rows(parts, stage.keys, len(self.x_TGX), self.sum)
+
+    @property
+    def total(self) -> Tensor:
         """The sums, in the dtype of the rows."""
-        assert self.total is not None, "a layout has at least one call"
-        return self.total.to(self.dtype)
+        assert self.sum is not None, "a layout has at least one stage"
+        return self.sum.to(self.x_TGX.dtype)
