@@ -81,7 +81,7 @@ def check_paths(packed: PackedTree) -> None:
 
 
 QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
-"""Every branch with two chains is a sequence of its own, many are, some, none."""
+"""All keys that two chains have in common are shared, most are, some, none."""
 
 
 @pytest.mark.parametrize("query_cost", QUERY_COSTS)
@@ -89,6 +89,7 @@ QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
 @pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
 def test_groups_and_backward(shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "QUERY_COST", query_cost)
+    monkeypatch.setattr(branches, "PART_COST", 0)
     monkeypatch.setattr(branches, "KEY_CAP", key_cap)
     packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
     assert (len(packed.key_groups) == 1) == (key_cap == 100_000 or shape in ("duplicates", "prefix of another"))
@@ -122,6 +123,7 @@ def test_backward_covers_every_visible_pair_once(
     shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(branches, "QUERY_COST", query_cost)
+    monkeypatch.setattr(branches, "PART_COST", 0)
     monkeypatch.setattr(branches, "KEY_CAP", key_cap)
     packed = pack(PrefixTree.build(AWKWARD[shape]))
     plan = plan_backward(packed)
@@ -146,15 +148,35 @@ def test_backward_covers_every_visible_pair_once(
         assert sum(sum(call.key_lengths) for call in calls) == packed.blocks.gathered_keys
 
 
-def test_backward_cuts_a_branch_where_that_saves_keys() -> None:
-    """Six rows read their long stem once; what a single row shares with another is gathered."""
+def plan_of(rows: list[list[int]], monkeypatch: pytest.MonkeyPatch, query_cost: float = 2.4) -> list[BackwardCall]:
+    monkeypatch.setattr(branches, "QUERY_COST", query_cost)
+    monkeypatch.setattr(branches, "PART_COST", 0)
+    packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
+    return [call for stage in plan_backward(packed).stages for call in stage.calls]
+
+
+def test_backward_shares_a_stem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven rows read their long stem once; the key that one of them has in common with an eighth is gathered."""
     stem = [1] * 300
     rows = [[*stem, 2, 3], [*stem, 2, 4]] + [[*stem, 5 + i] for i in range(6)]
-    packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
-    chains, stems = (call for stage in plan_backward(packed).stages for call in stage.calls)
-    assert (chains.causal, stems.causal) == (True, False)
-    assert sorted(chains.key_lengths) == [1] * 6 + [302, 302]
-    assert (stems.query_lengths, stems.key_lengths) == ((6,), (300,))
+    chains, shared = plan_of(rows, monkeypatch)
+    assert (chains.causal, shared.causal) == (True, False)
+    assert sorted(chains.key_lengths) == [1] * 6 + [2, 302]
+    assert (shared.query_lengths, shared.key_lengths) == ((7,), (300,))
+
+
+def test_backward_shares_the_trunk_of_a_comb_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight turns, each with thinking that the next does not see: halves of the trunk, halves of halves."""
+    trunk = list(range(1000, 1800))
+    rows = [[*trunk[: 100 * turn], turn, *range(9)] for turn in range(1, 9)]
+    chains, *shared = plan_of(rows, monkeypatch)
+    keys = sum(chains.key_lengths) + sum(sum(call.key_lengths) for call in shared)
+    (whole,) = plan_of(rows, monkeypatch, query_cost=1e9)
+    assert keys < 0.6 * sum(whole.key_lengths)
+    assert [call.causal for call in shared] == [False, False]
+    first, second = (list(zip(call.query_lengths, call.key_lengths, strict=True)) for call in shared)
+    assert first == [(40, 400), (20, 200)]  # four of seven branches (the eighth turn is the chain itself), two others
+    assert second == [(20, 200)]  # the deeper two of the four
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

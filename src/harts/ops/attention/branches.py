@@ -1,19 +1,20 @@
-"""Which rows see which, cut for the backward: branch by branch, where keys are read once or once per chain.
+"""Which rows see which, cut for the backward: keys are read once for many chains, or once for each of them.
 
 A row sees the rows of its own chain up to itself, and, for every chain on its path that was left at a branch, that
-chain's own rows up to the branch. All rows below one branch are contiguous, and so are the chain's rows above it: one
-sequence without a mask, many queries long, in which every key is read once. Or the keys above the branch are gathered
-for every chain below it, in front of that chain's other keys: more keys, but no query is read a second time. A gradient
-is a sum over keys, so every branch is free to take the cheaper way.
+chain's own rows up to the branch. Of a chain's branches, the deepest come first in row order, so that the rows below
+all branches from some depth on are contiguous, and so are the chain's rows above them: one sequence without a mask,
+many queries long, in which every key is read once. Or those keys are gathered for every chain below, in front of that
+chain's other keys: more keys, but no query is read a second time. A gradient is a sum over keys, so each part of a
+chain may go the cheaper way.
 
-Branches that are sequences of their own run level by level, as no query is below two branches of one level.
+Shared parts run level by level, as no query has two parts of one level.
 
-Shape suffixes: C chains, S stages; a suffix 1 is one more entry.
+Shape suffixes: C chains; a suffix 1 is one more entry.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,7 +33,10 @@ KEY_CAP = 262_144
 """Keys gathered for one call; a single longer sequence is its own call."""
 
 QUERY_COST = 2.4
-"""Passes over a query, in gathered keys: a branch is a sequence of its own where that saves so many keys a query."""
+"""A pass over a query costs as much as so many gathered keys (benchmarks/gpu_ops.py --only attend_backward)."""
+
+PART_COST = 4096
+"""Keys that a shared part has to save beyond that: a call has launches of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +77,7 @@ class BackwardPlan:
     """Calls that cover every visible pair once.
 
     Attributes:
-        stages: chains with the keys that are gathered for them, then the branches, level by level.
+        stages: chains with the keys that are gathered for them, then what chains share, level by level.
         queries: rows of the queries of all calls; a range only if these are all rows, each once.
     """
 
@@ -83,25 +87,17 @@ class BackwardPlan:
 
 @dataclass
 class _Branch:
-    """Rows `start:stop`, of so many chains, that see rows `first_key:last_key + 1` of the chain above.
-
-    `level` counts the branches above, this one left out, that are sequences of their own.
-    """
+    """Chains that leave one chain behind row `last_key`; their rows and those of chains below are `start:stop`."""
 
     start: int
     stop: int
-    chains: int
-    first_key: int
     last_key: int
-    above: "_Branch | None"
-    level: int = 0
+    members: list[int]
+    chains: int  # with those below
 
-    @property
-    def cut(self) -> bool:
-        """Whether it is a sequence of its own."""
-        saved = (self.chains - 1) * (self.last_key + 1 - self.first_key)
-        return saved > QUERY_COST * (self.stop - self.start)
 
+_Sequence = tuple[tuple[int, int], list[tuple[int, int]]]
+"""A range of queries, and ranges of keys."""
 
 _PLANS: "WeakKeyDictionary[PackedTree, BackwardPlan]" = WeakKeyDictionary()
 
@@ -136,60 +132,81 @@ def _all_rows(parts: Sequence[Rows], packed: PackedTree) -> Rows:
 
 
 def _calls(blocks: BlockTree, device: torch.device) -> Iterator[BackwardCall]:
-    """Chains, then branches; under the cap."""
-    above_C, branches = _branches(blocks)
-    own = list(pairwise(blocks.own_start_C1.tolist()))
-    chains = [(rows, [*_gathered(above), rows]) for rows, above in zip(own, above_C, strict=True)]
+    """Chains, then what they share; under the cap."""
+    chains, shared = _sequences(blocks)
     yield from _capped(chains, device, causal=True)
-    cut = sorted((branch for branch in branches if branch.cut), key=lambda branch: branch.level)
-    for _, level in groupby(cut, key=lambda branch: branch.level):
-        sequences = [((each.start, each.stop), [(each.first_key, each.last_key + 1)]) for each in level]
-        yield from _capped(sequences, device, causal=False)
+    for level in sorted(shared):
+        yield from _capped(sorted(shared[level]), device, causal=False)
 
 
-def _branches(blocks: BlockTree) -> tuple[list[_Branch | None], list[_Branch]]:
-    """The branch that each chain starts at, if any, and all branches in row order, those above first."""
+def _sequences(blocks: BlockTree) -> tuple[list[_Sequence], dict[int, list[_Sequence]]]:
+    """Chains with all keys that they do not share, and shared keys by level with all rows below."""
+    own_C = list(pairwise(blocks.own_start_C1.tolist()))
+    above_C: list[list[tuple[int, int]]] = [[] for _ in own_C]
+    level_C = [0] * len(own_C)
+    shared: dict[int, list[_Sequence]] = {}
+    for chain, branches in enumerate(_branches(blocks)):
+        for branch, keys, level in _share(branches, own_C[chain][0], level_C[chain], shared):
+            for member in branch.members:
+                above_C[member] = above_C[chain] + keys
+                level_C[member] = level
+    return [(own, [*above, own]) for own, above in zip(own_C, above_C, strict=True)], shared
+
+
+def _share(
+    branches: Sequence[_Branch], first_key: int, level: int, shared: dict[int, list[_Sequence]]
+) -> Iterator[tuple[_Branch, list[tuple[int, int]], int]]:
+    """Decides which rows of a chain, from `first_key` on, the chains below its branches share.
+
+    The part that saves most is shared first: keys up to a branch, for it and all deeper ones. Both sides of it go on:
+    deeper branches with the keys behind it, the others with all keys.
+
+    Yields:
+        Each branch, the keys to be gathered for it, and the level from which on chains below may share more.
+    """
+    key_stop = np.array([branch.last_key + 1 for branch in branches])
+    query_stop = np.array([branch.stop for branch in branches])
+    chains = np.cumsum([0] + [branch.chains for branch in branches])
+    todo = [(0, len(branches), first_key, level)] if branches else []
+    while todo:
+        first, last, start, depth = todo.pop()
+        saved = (chains[first + 1 : last + 1] - chains[first] - 1) * (key_stop[first:last] - start)
+        gain = saved - QUERY_COST * (query_stop[first:last] - branches[first].start) - PART_COST
+        best = first + int(gain.argmax())
+        if gain[best - first] > 0:
+            stop = int(key_stop[best])
+            shared.setdefault(depth, []).append(((branches[first].start, branches[best].stop), [(start, stop)]))
+            yield branches[best], [], depth + 1
+            todo += [(first, best, stop, depth + 1)] * (first < best) + [(best + 1, last, start, depth)] * (
+                best + 1 < last
+            )
+        elif last - first > 1:
+            todo += [(each, each + 1, start, depth) for each in range(first, last)]
+        else:
+            yield branches[first], [(start, int(key_stop[first]))], depth
+
+
+def _branches(blocks: BlockTree) -> list[list[_Branch]]:
+    """Branches of every chain, in row order: the deepest first."""
     start = blocks.own_start_C1.tolist()
     parent_row = blocks.parent_row_C.tolist()
     parent = (np.searchsorted(blocks.own_start_C1, blocks.parent_row_C, side="right") - 1).tolist()
-    stop, chains = start[1:], [1] * blocks.num_chains
+    stop, below = start[1:], [1] * blocks.num_chains
     for chain in range(blocks.num_chains - 1, -1, -1):
         if parent_row[chain] >= 0:
             stop[parent[chain]] = max(stop[parent[chain]], stop[chain])
-            chains[parent[chain]] += chains[chain]
-    branch_C: list[_Branch | None] = []
-    branches: list[_Branch] = []
-    last_at: dict[int, _Branch] = {}  # by row above the branch
-    for chain in range(blocks.num_chains):
-        above = parent_row[chain]
-        branch = last_at.get(above)
-        if above < 0:
-            branch = None
-        elif branch is not None and branch.stop == start[chain]:
-            branch.stop, branch.chains = stop[chain], branch.chains + chains[chain]
-        else:
-            upper = branch_C[parent[chain]]
-            branch = _Branch(start[chain], stop[chain], chains[chain], start[parent[chain]], above, upper)
-            last_at[above] = branch
-            branches.append(branch)
-        branch_C.append(branch)
-    for branch in branches:
-        branch.level = 0 if branch.above is None else branch.above.level + branch.above.cut
-    return branch_C, branches
-
-
-def _gathered(branch: _Branch | None) -> list[tuple[int, int]]:
-    """Ranges of keys above a chain that are gathered for it, from the root down."""
-    ranges = []
-    while branch is not None:
-        if not branch.cut:
-            ranges.append((branch.first_key, branch.last_key + 1))
-        branch = branch.above
-    return ranges[::-1]
-
-
-_Sequence = tuple[tuple[int, int], list[tuple[int, int]]]
-"""A range of queries, and ranges of keys."""
+            below[parent[chain]] += below[chain]
+    branches_C: list[list[_Branch]] = [[] for _ in parent]
+    for chain, last_key in enumerate(parent_row):
+        if last_key < 0:
+            continue
+        branches = branches_C[parent[chain]]
+        if not branches or branches[-1].last_key != last_key:
+            branches.append(_Branch(start[chain], stop[chain], last_key, [], 0))
+        branches[-1].stop = stop[chain]
+        branches[-1].members.append(chain)
+        branches[-1].chains += below[chain]
+    return branches_C
 
 
 def _capped(sequences: Iterable[_Sequence], device: torch.device, *, causal: bool) -> Iterator[BackwardCall]:
