@@ -268,6 +268,7 @@ def test_bench_reports_what_others_script_against(small_model: None) -> None:
     (entry,) = document["workloads"]
     assert entry["workload"] == "star3"
     assert entry["efficiency"]["rows"] == pytest.approx(entry["speedup"]["rows"] / entry["flop_limit"]["rows"])
+    assert entry["step_efficiency"]["rows"] > entry["efficiency"]["rows"]  # without the tree's build
     assert 3 < entry["flop_limit"]["rows"] < 7
     assert all(arm["median_s"] > 0 for arm in entry["arms"].values())
     assert entry["arms"]["rows"]["microbatches"] > entry["arms"]["tree"]["microbatches"]

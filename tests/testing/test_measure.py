@@ -55,6 +55,10 @@ def test_measure_counts_what_ran(model: torch.nn.Module, trajectories: list[Traj
     ratios = [a / b for a, b in zip(rows.seconds, tree.seconds, strict=True)]
     assert measured.speedup() == pytest.approx(np.median(ratios))
     assert measured.efficiency() == pytest.approx(measured.speedup() / measured.flop_limit)
+    assert tree.seconds[0] == tree.step_seconds[0] + tree.prepare_seconds[0] > tree.step_seconds[0] > 0
+    assert rows.seconds == rows.step_seconds
+    ratios = [a / b for a, b in zip(rows.seconds, tree.step_seconds, strict=True)]
+    assert measured.efficiency(step_alone=True) == pytest.approx(np.median(ratios) / measured.flop_limit)
     # alternating order, the warm-up aside
     assert [line.split(",")[0] for line in lines[3:]] == ["rows", "merged", "tree", "tree", "merged", "rows"]
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -85,10 +85,11 @@ def report(measured: Measurement, header: Mapping[str, Any]) -> Record:
     for arm, each in measured.arms.items():
         agree[arm] = each.logprob_max_abs <= (max(tolerance, _PLAIN) if arm == "plain" else tolerance)
         arms[arm] = _arm(each, agree[arm], header)
-    ratios: Record = {"speedup": {}, "efficiency": {}}
+    ratios: Record = {"speedup": {}, "efficiency": {}, "step_efficiency": {}}
     for arm in ("rows", "merged", "shuffled", "plain"):
         fine = agree.get("tree", False) and agree.get(arm, True)
-        for name, value in (("speedup", measured.speedup(arm)), ("efficiency", measured.efficiency(arm))):
+        values = measured.speedup(arm), measured.efficiency(arm), measured.efficiency(arm, step_alone=True)
+        for name, value in zip(ratios, values, strict=True):
             if value is not None:
                 ratios[name][arm] = value if fine else None
     return {
@@ -106,6 +107,7 @@ def _arm(each: ArmResult, agrees: bool, header: Mapping[str, Any]) -> Record:
         "seconds": list(each.seconds),
         "median_s": each.median_s,
         "prepare_s": each.prepare_s,
+        "step_seconds": list(each.step_seconds),
         "tflops_per_s": each.flops_per_s / 1e12,
         "rows_per_s": each.rows_per_s,
     }
@@ -182,7 +184,9 @@ def _arms_table(title: str, group: list[Mapping[str, Any]]) -> Any:
 
 def _ratios_table(group: list[Mapping[str, Any]]) -> Any:
     made = output.table(
-        "\nThe tree over other arms", "workload", "over", "speed-up", "FLOP limit", "efficiency", "head", left=2
+        "\nThe tree over other arms",
+        *("workload", "over", "speed-up", "FLOP limit", "efficiency", "step alone", "head"),
+        left=2,
     )
     for each in group:
         for arm, speedup in each["speedup"].items():
@@ -192,6 +196,7 @@ def _ratios_table(group: list[Mapping[str, Any]]) -> Any:
                 output.number(speedup),
                 output.number(each["flop_limit"].get(arm)),
                 output.number(each["efficiency"].get(arm), 3),
+                output.number(each["step_efficiency"].get(arm), 3),
                 f"{each['head_share']:.1%}",
             )
     return made

@@ -2,8 +2,8 @@
 
 The arms take turns, in alternating order, so that a machine that slows down slows all of them; speed-ups are medians
 over the pairs of one turn. The time of the tree includes building it, planning and layout; that of the other arms is
-forward and backward only: the baselines get their packing for free. Before all turns each arm runs its first
-microbatch, which is not timed. The limit of a speed-up is the ratio of model
+forward and backward only: the baselines get their packing for free. What the tree's step alone gives stands beside it.
+Before all turns each arm runs its first microbatch, which is not timed. The limit of a speed-up is the ratio of model
 FLOPs, without replayed and recomputed rows. Slow code makes an efficiency (speed-up over limit) look good, so FLOP/s
 and rows/s stand beside it.
 """
@@ -39,8 +39,9 @@ class ArmResult:
     """How one arm did.
 
     Attributes:
-        seconds: of each of its turns, in order, as the arm is timed.
-        prepare_s: median seconds of tree, plan and layout, whether in `seconds` or not.
+        step_seconds: of forward and backward in each of its turns, in order.
+        prepare_seconds: of tree, plan and layout before them.
+        pays_build: whether the time of the arm includes these.
         counts: rows and the like of the whole batch in one microbatch.
         flops: model FLOPs of that, forward and backward and recomputation, without replayed rows.
         microbatches, recomputed_rows, replayed_rows: of the plan that ran.
@@ -52,8 +53,9 @@ class ArmResult:
         digest: of all log-probs of trained tokens in fp32, to compare runs of different processes.
     """
 
-    seconds: tuple[float, ...]
-    prepare_s: float
+    step_seconds: tuple[float, ...]
+    prepare_seconds: tuple[float, ...]
+    pays_build: bool
     counts: Counts
     flops: float
     microbatches: int
@@ -65,6 +67,18 @@ class ArmResult:
     compared_with: Arm
     same_again: bool | None
     digest: str
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of each of its turns, as the arm is timed."""
+        if not self.pays_build:
+            return self.step_seconds
+        return tuple(step + build for step, build in zip(self.step_seconds, self.prepare_seconds, strict=True))
+
+    @property
+    def prepare_s(self) -> float:
+        """Median of `prepare_seconds`."""
+        return median(self.prepare_seconds)
 
     @property
     def median_s(self) -> float:
@@ -104,23 +118,28 @@ class Measurement:
         """Model FLOPs of an arm over those of the tree; None for `plain`, which runs other code."""
         return {"rows": self.flop_limit, "shuffled": self.flop_limit, "merged": self.flop_limit_merged}.get(over)
 
-    def speedup(self, over: Arm = "rows") -> float | None:
+    def speedup(self, over: Arm = "rows", *, step_alone: bool = False) -> float | None:
         """Another arm's time over the tree's: median over the turns, or ratio of medians if one of them ran less often.
 
         None where one of the two did not run. Where merging merges nothing, merged rows are separate rows.
+
+        Args:
+            over: the other arm.
+            step_alone: leave out the tree's build, plan and layout, which training does during the step before.
         """
         if over == "merged" and over not in self.arms and self.flop_limit_merged == self.flop_limit:
             over = "rows"
         if over not in self.arms or "tree" not in self.arms:
             return None
         other, tree = self.arms[over], self.arms["tree"]
-        if len(other.seconds) != len(tree.seconds):
-            return other.median_s / tree.median_s
-        return median(theirs / ours for theirs, ours in zip(other.seconds, tree.seconds, strict=True))
+        ours, theirs = (each.step_seconds if step_alone else each.seconds for each in (tree, other))
+        if len(theirs) != len(ours):
+            return median(theirs) / median(ours)
+        return median(other_s / tree_s for other_s, tree_s in zip(theirs, ours, strict=True))
 
-    def efficiency(self, over: Arm = "rows") -> float | None:
+    def efficiency(self, over: Arm = "rows", *, step_alone: bool = False) -> float | None:
         """Speed-up over an arm, as a share of its limit."""
-        speedup, limit = self.speedup(over), self.limit(over)
+        speedup, limit = self.speedup(over, step_alone=step_alone), self.limit(over)
         return None if speedup is None or limit is None else speedup / limit
 
 
@@ -164,7 +183,7 @@ def measure(
     for turn in range(-1, turns):
         for arm in arms if turn % 2 == 0 else tuple(reversed(arms)):
             runs = bench.runs.get(arm)
-            if turn > 0 and (runs is None or runs.seconds[0] > once_above):
+            if turn > 0 and (runs is None or runs.steps[0] > once_above):
                 continue
             if time.monotonic() + bench.expected_s(arm) > stop:
                 bench.left_out.setdefault(arm, "time")
@@ -204,7 +223,7 @@ class _Runs:
             "recomputed_rows": recomputed_rows,
             "replayed_rows": replayed_rows,
         }
-        self.seconds: list[float] = []
+        self.steps: list[float] = []
         self.prepared: list[float] = []
         self.peak_bytes: int | None = None
         self.same = True
@@ -229,8 +248,8 @@ class _Bench:
     def expected_s(self, arm: Arm) -> float:
         """Seconds that an arm will take: as before, or by its FLOPs, at the pace of the slowest so far."""
         if arm in self.runs:
-            return self.runs[arm].seconds[-1]
-        paces = [runs.seconds[0] / self.work(other) for other, runs in self.runs.items()]
+            return self.runs[arm].steps[-1] + self.runs[arm].prepared[-1]
+        paces = [runs.steps[0] / self.work(other) for other, runs in self.runs.items()]
         return 1.2 * self.work(arm) * max(paces, default=0.0)
 
     def attempt(self, run: Callable[[Arm], None], arm: Arm) -> None:
@@ -266,7 +285,7 @@ class _Bench:
         new = _Runs(scores_N, len(batch.packed), plan.recomputed_rows, plan.replayed_rows)
         runs = self.runs.setdefault(arm, new)
         runs.same &= torch.equal(scores_N, runs.scores_N)
-        runs.seconds.append(stop - (start if arm == "tree" else ready))
+        runs.steps.append(stop - ready)
         runs.prepared.append(ready - start)
         if self.device.type == "cuda":
             runs.peak_bytes = max(runs.peak_bytes or 0, torch.cuda.max_memory_allocated(self.device))
@@ -294,15 +313,16 @@ class _Bench:
         ours_M = runs.scores_N[mask_N]
         difference_M = (ours_M - self.runs[other].scores_N[mask_N]).abs()
         return ArmResult(
-            seconds=tuple(runs.seconds),
-            prepare_s=median(runs.prepared),
+            step_seconds=tuple(runs.steps),
+            prepare_seconds=tuple(runs.prepared),
+            pays_build=arm == "tree",
             counts=self.counts[_layout_of(arm)],
             flops=self.work(arm),
             peak_bytes=runs.peak_bytes,
             logprob_max_abs=float(difference_M.max()),  # unlike Python's max, it lets NaN through
             bitwise_equal=float((difference_M == 0).double().mean()),
             compared_with=other,
-            same_again=runs.same if len(runs.seconds) > 1 else None,
+            same_again=runs.same if len(runs.steps) > 1 else None,
             digest=hashlib.sha256(ours_M.float().numpy().tobytes()).hexdigest()[:16],
             **runs.counts,
         )
