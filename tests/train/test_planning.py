@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harts.cost import CostModel
+from harts.layout import PackedTree, pack
 from harts.plan import Plan, make_plan
 from harts.testing.workloads import workload
 from harts.train.batches import Batches
@@ -15,6 +16,7 @@ from harts.train.config import TrainConfig
 from harts.train.parallel import Replicas
 from harts.train.planning import StepPlanner
 from harts.trajectory import Trajectory
+from harts.tree import PrefixTree
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +39,13 @@ def planner(trajectories: list[Trajectory], device: str, told: list[str]) -> Ste
 
 
 def run(made: StepPlanner, monkeypatch: pytest.MonkeyPatch, *, kill_at: int = -1) -> list[object]:
-    monkeypatch.setattr("harts.train.step.pack", lambda tree, device: None)  # there is no GPU here
+    monkeypatch.setattr(PackedTree, "to", lambda self, device: self)  # there is no GPU here
     plans = []
     with made.ahead():
         for step in range(4):
             plans.append(made.plan(step).plan)
             made.start(step + 1)
+            made.prepare(step + 1)
             if step == kill_at and made._ahead is not None and made._ahead._process is not None:
                 os.kill(made._ahead._process.pid, signal.SIGKILL)
                 made._ahead._process.wait()
@@ -65,6 +68,42 @@ def test_the_plans_are_the_same(trajectories: list[Trajectory], monkeypatch: pyt
     assert told == []
 
 
+def test_the_next_step_is_laid_out_before_it_is_asked_for(
+    trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedTree, "to", lambda self, device: self)
+    laid_out: list[int] = []
+
+    def counted(tree: PrefixTree) -> PackedTree:
+        laid_out.append(tree.num_rows)
+        return pack(tree)
+
+    monkeypatch.setattr("harts.train.step.pack", counted)
+    for device, before in (("cuda", True), ("cpu", False)):
+        made = planner(trajectories, device, [])
+        with made.ahead():
+            made.plan(0)
+            made.prepare(1)
+            laid_out.clear()
+            step = made.plan(1)
+            assert (laid_out == []) == before
+        assert step.plan == planner(trajectories, "cpu", []).plan(1).plan
+
+
+def test_an_error_of_the_next_step_waits_for_it(
+    trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any, **settings: Any) -> None:
+        raise ValueError("no plan")
+
+    made = planner(trajectories, "cuda", [])
+    monkeypatch.setattr("harts.train.planning.plan_step", failing)
+    with made.ahead():
+        made.prepare(1)
+        with pytest.raises(ValueError, match="no plan"):
+            made.plan(1)
+
+
 def test_a_dead_process_costs_nothing_but_time(trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     here = run(planner(trajectories, "cpu", told), monkeypatch)
@@ -74,7 +113,6 @@ def test_a_dead_process_costs_nothing_but_time(trajectories: list[Trajectory], m
 
 
 def test_a_plan_of_other_data_is_refused(trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harts.train.step.pack", lambda tree, device: None)
     made = planner(trajectories, "cuda", [])
     with made.ahead():
         made.start(1)

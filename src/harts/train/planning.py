@@ -1,7 +1,11 @@
-"""Plans the steps of a run: by a saved plan, in this process, or ahead of time in another one."""
+"""Plans and lays out the steps of a run; on a GPU while it computes the step before.
 
+Kernels are launched faster than they run: behind the last launch of a step the GPU has work left for a while, in which
+this process lays out the next step. Its plan, which takes long with many replicas, was made meanwhile by another one.
+"""
+
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from harts.cost import CostModel
 from harts.plan import Plan
@@ -40,13 +44,21 @@ class StepPlanner:
         self.config, self.batches, self.replicas, self.cost_model = config, batches, replicas, cost_model
         self.saved, self.log = saved, log
         self._ahead: PlanAhead | None = None
-        self._ahead_of = -1
+        self._ahead_of = -1  # the step whose plan the other process was last asked for
+        self._prepares = False
+        self._prepared: tuple[int, StepPlan] | None = None
 
     def plan(self, step: int) -> StepPlan:
-        """The plan of optimiser step `step`, counted from 0."""
+        """The plan of optimiser step `step`, counted from 0, its layouts on the device."""
+        prepared, self._prepared = self._prepared, None
+        made = prepared[1] if prepared is not None and prepared[0] == step else self._make(step)
+        return made.to(self.config.device)
+
+    def _make(self, step: int) -> StepPlan:
         plan = self.saved
         if plan is None and self._ahead is not None and self._ahead_of == step:
             plan = self._ahead.take()
+            self._check_process()
         return plan_step(
             self.batches.of_step(step),
             token_budget=self.config.token_budget,
@@ -55,36 +67,46 @@ class StepPlanner:
             cost_model=self.cost_model,
             plan=plan,
             check=self.saved is None,
-            device=self.config.device,
         )
 
-    @contextmanager
+    @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """In here `start` works, on a GPU: while it computes, the next step is planned by another process.
-
-        On a CPU that process would take time from the training itself.
-        """
-        if not self.config.device.startswith("cuda") or self.saved is not None:
+        """In here `start` and `prepare` work, on a GPU; on a CPU they would take time from the training itself."""
+        if not self.config.device.startswith("cuda"):
             yield
             return
         with PlanAhead() as self._ahead:
+            self._prepares = True
             try:
                 yield
             finally:
-                self._ahead = None
+                self._ahead, self._ahead_of, self._prepares, self._prepared = None, -1, False, None
 
     def start(self, step: int) -> None:
-        """Starts to plan the step that will be asked for next; nothing outside of `ahead` or behind the last step."""
-        if self._ahead is None or step >= self.config.steps:
+        """Asks the other process for the plan of a step, the one that is prepared next, unless it was asked for it."""
+        if self._ahead is None or self.saved is not None or not self._ahead_of < step < self.config.steps:
             return
-        if not self._ahead.failure:
-            self._ahead.submit(
-                PrefixTree.build(self.batches.of_step(step), share=self.config.share),
-                token_budget=self.config.token_budget,
-                num_replicas=self.replicas.size,
-                cost_model=self.cost_model,
-            )
-            self._ahead_of = step
-        if self._ahead.failure:
+        self._ahead_of = step
+        self._ahead.submit(
+            PrefixTree.build(self.batches.of_step(step), share=self.config.share),
+            token_budget=self.config.token_budget,
+            num_replicas=self.replicas.size,
+            cost_model=self.cost_model,
+        )
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if self._ahead is not None and self._ahead.failure:
             self.log(f"{self._ahead.failure}; from here on this process plans its steps itself")
             self._ahead = None
+
+    def prepare(self, step: int) -> None:
+        """Plans and lays out the step that `plan` will be asked for next, and starts the plan behind it.
+
+        Call it when the kernels of the step in hand have been launched.
+        """
+        if not self._prepares or step >= self.config.steps:
+            return
+        with contextlib.suppress(ValueError):  # which `plan` raises again, when the step in hand is done
+            self._prepared = step, self._make(step)
+            self.start(step + 1)

@@ -68,6 +68,12 @@ class StepPlan:
     microbatches: Sequence[Microbatch]
     seconds: float
 
+    def to(self, device: torch.device | str) -> "StepPlan":
+        """The same with layouts on another device; the time of the move adds to `seconds`."""
+        start = time.perf_counter()
+        moved = [dataclasses.replace(each, packed=each.packed.to(device)) for each in self.microbatches]
+        return dataclasses.replace(self, microbatches=moved, seconds=self.seconds + time.perf_counter() - start)
+
 
 def plan_step(
     trajectories: Sequence[Trajectory],
@@ -78,9 +84,8 @@ def plan_step(
     cost_model: CostModel | None = None,
     plan: Plan | None = None,
     check: bool = True,
-    device: str = "cpu",
 ) -> StepPlan:
-    """Plans a step and packs this replica's microbatches.
+    """Plans a step and packs this replica's microbatches, on the CPU.
 
     Args:
         trajectories: of the whole step, the same on every replica.
@@ -91,7 +96,6 @@ def plan_step(
         plan: a plan of these trajectories to follow instead of making one.
         check: whether the quick laws of `check_plan` are checked; a saved plan was checked against the data as they
             were read, whose token ids may have been renamed since.
-        device: of the packed trees.
 
     Raises:
         ValueError: a trajectory does not fit the budget, or the plan breaks a law.
@@ -108,7 +112,7 @@ def plan_step(
         indices = slot[replicas.rank].trajectories
         chosen = [trajectories[index] for index in indices] or [_DUMMY]
         whole = len(indices) == len(trajectories)
-        packed = pack(tree if whole else PrefixTree.build(chosen, share=share), device=device)
+        packed = pack(tree if whole else PrefixTree.build(chosen, share=share))
         microbatches.append(Microbatch(indices, chosen, packed))
     return StepPlan(trajectories, tree, plan, microbatches, time.perf_counter() - start)
 

@@ -148,7 +148,10 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.config.device)
         compute_start = time.perf_counter()
         done = self._accumulate(step, old, reference)
+        self.planner.prepare(self.step + 1)
         losses = done.metrics.all_reduce() if self.replicas.size > 1 else done.metrics
+        if self.config.device.startswith("cuda"):
+            torch.cuda.synchronize(self.config.device)
         compute_seconds = time.perf_counter() - compute_start
         learning_rate = self.config.learning_rate_at(self.step)
         norm = update(
