@@ -62,8 +62,8 @@ def _run(trainer: Trainer, console: Console, look: bool) -> dict[str, Any]:
             f"already at step {trainer.step} of {trainer.config.steps}; raise steps to go on", highlight=False
         )
     if look and trainer.replicas.size == 1 and not finished:
-        with output.watch("a first look at the data"):
-            seen = first_look(trainer)
+        with output.watch("a first look at the data (--no-look goes without)") as tell:
+            seen = first_look(trainer, progress=tell)
         console.print(_describe(seen), highlight=False)
     bar = Progress(
         TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),

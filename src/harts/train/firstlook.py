@@ -6,6 +6,7 @@ Takes some rows of the first step, small enough to run without sharing too.
 import copy
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,11 +46,14 @@ class FirstLook:
     logprob_max_abs: float
 
 
-def first_look(trainer: Trainer, *, max_tokens: int = 40_000) -> FirstLook:
+def first_look(
+    trainer: Trainer, *, max_tokens: int = 40_000, progress: Callable[[str], None] = lambda _: None
+) -> FirstLook:
     """Measures, without touching parameters, gradients or optimiser.
 
     Args:
         trainer: at its start.
+        progress: called with a line before each part.
         max_tokens: tokens of the trajectories that are looked at, at most the token budget (one microbatch of separate
             rows has to hold them); at least one trajectory is.
     """
@@ -63,10 +67,13 @@ def first_look(trainer: Trainer, *, max_tokens: int = 40_000) -> FirstLook:
     trees = {share: PrefixTree.build(chosen, share=share) for share in ("tree", "none")}  # type: ignore[arg-type]
     packed = {share: pack(tree, device=device) for share, tree in trees.items()}
     times: dict[str, list[float]] = {"tree": [], "none": []}
+    progress(f"{len(chosen)} rows, {trees['tree'].num_tokens:,} tokens, on a tree and separately")
     _seconds(trainer.model, packed["tree"])  # warm-up
-    for _ in range(_PAIRS):
+    for pair in range(_PAIRS):
+        progress(f"pair {pair + 1} of {_PAIRS}")
         for share, seconds in times.items():
             seconds.append(_seconds(trainer.model, packed[share]))
+    progress("the same rows one by one, without HARTS")
     ratios = [separate / tree for separate, tree in zip(times["none"], times["tree"], strict=True)]
     return FirstLook(
         sharing=PrefixTree.build(step).sharing,

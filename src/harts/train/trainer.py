@@ -77,12 +77,15 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, out: str | Path, *, resume: bool = False, log: Callable[[str], None] = print
     ) -> None:
-        self.config, self.out, self.log = config, Path(out), log
+        self.config, self.out = config, Path(out)
         to_device(config.device)
         self.replicas = Replicas.join(config.device)
+        self.log = log if self.replicas.rank == 0 else lambda _: None
         checkpoint = self._find_checkpoint(resume)
         self.loss = make_loss(config.loss)
+        self.log(f"reading {config.data}")
         self.trajectories = self._read()
+        self.log(f"{len(self.trajectories):,} trajectories, {sum(map(len, self.trajectories)):,} tokens")
         self.data_hash = data_hash(self.trajectories)
         self.saved_plan = self._load_plan()
         self.model = self._make_model()
