@@ -28,6 +28,8 @@ def environment(commit: str | None = None) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     found["torch"] = torch.__version__  # with what it was built for
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    found.update({"allocator": allocator} if allocator else {})
     commit = commit or os.environ.get("HARTS_COMMIT") or _git_commit()
     command = [Path(word).name if "/" in word else word for word in sys.argv]
     return {**found, "commit": commit, "command": " ".join(command)}
