@@ -34,3 +34,11 @@ def test_the_commit_is_that_of_the_code_and_not_of_the_folder(tmp_path: Path, mo
     assert environment()["commit"] == "unknown"
     monkeypatch.setenv("HARTS_COMMIT", "of-a-copy")
     assert environment()["commit"] == "of-a-copy"
+
+
+def test_settings_of_the_allocator_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert "allocator" not in environment()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert environment()["allocator"] == "expandable_segments:True"
