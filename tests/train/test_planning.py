@@ -30,7 +30,7 @@ def trajectories() -> list[Trajectory]:
 
 
 def planner(trajectories: list[Trajectory], device: str, told: list[str]) -> StepPlanner:
-    config = TrainConfig(data="", steps=4, groups_per_step=1, token_budget=400)
+    config = TrainConfig(data="", steps=6, groups_per_step=1, token_budget=400)
     object.__setattr__(config, "device", device)
     batches = Batches(trajectories, groups_per_step=1, seed=0)
     return StepPlanner(
@@ -42,7 +42,7 @@ def run(made: StepPlanner, monkeypatch: pytest.MonkeyPatch, *, kill_at: int = -1
     monkeypatch.setattr(PackedTree, "to", lambda self, device: self)  # there is no GPU here
     plans = []
     with made.ahead():
-        for step in range(4):
+        for step in range(6):
             plans.append(made.plan(step).plan)
             made.start(step + 1)
             made.prepare(step + 1)
