@@ -80,6 +80,13 @@ def check_paths(packed: PackedTree) -> None:
     )
 
 
+def share_much(patch: pytest.MonkeyPatch, key_cap: int, query_cost: float = 0.0) -> None:
+    """Small trees share keys in the backward, and in several stages where the cap is small."""
+    patch.setattr(branches, "QUERY_COST", query_cost)
+    patch.setattr(branches, "PART_COST", 0)
+    patch.setattr(branches, "KEY_CAP", key_cap)
+
+
 QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
 """All keys that two chains have in common are shared, most are, some, none."""
 
@@ -88,18 +95,35 @@ QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
 @pytest.mark.parametrize("key_cap", [1, 300, 100_000])
 @pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
 def test_groups_and_backward(shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "QUERY_COST", query_cost)
-    monkeypatch.setattr(branches, "PART_COST", 0)
-    monkeypatch.setattr(branches, "KEY_CAP", key_cap)
+    share_much(monkeypatch, key_cap, query_cost)
     packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
     assert (len(packed.key_groups) == 1) == (key_cap == 100_000 or shape in ("duplicates", "prefix of another"))
     check_paths(packed)
 
 
+@pytest.mark.parametrize("key_cap", [60, 100_000])
 @given(tree=tree_strategy(max_trajectories=6, max_length=70))
 @settings(max_examples=10, deadline=None)
-def test_random_trees(tree: PrefixTree) -> None:
-    check_paths(pack(tree, key_cap=150, device=DEVICE))
+def test_random_trees(key_cap: int, tree: PrefixTree) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        share_much(patch, key_cap)
+        check_paths(pack(tree, key_cap=150, device=DEVICE))
+
+
+def test_stages_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 the gradients of keys over many stages are as near to fp64 as those of one stage."""
+    packed = pack(PrefixTree.build(AWKWARD["caterpillar"][-40:]), device=DEVICE)
+    inputs = inputs_of(packed)
+    errors = []
+    for key_cap in (1, 1_000_000):
+        share_much(monkeypatch, key_cap, query_cost=1e9)
+        fresh = dataclasses.replace(packed)
+        assert (len(plan_backward(fresh).stages) > 9) == (key_cap == 1)
+        op = lambda *x, fresh=fresh: attend_paths(*x, fresh, 0.3, PlainKernel(), False)  # noqa: E731
+        truth = run(lambda *x: attention(*x, packed, scale=0.3), inputs, torch.float64)
+        found = run(op, inputs, torch.bfloat16)
+        errors.append([float((a.double() - b).norm()) for a, b in zip(found[2:], truth[2:], strict=True)])
+    assert all(many <= 1.05 * one for many, one in zip(*errors, strict=True))
 
 
 def test_law_fails_when_a_chain_sees_another_path() -> None:
@@ -122,9 +146,7 @@ def test_law_fails_when_a_chain_sees_another_path() -> None:
 def test_backward_covers_every_visible_pair_once(
     shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(branches, "QUERY_COST", query_cost)
-    monkeypatch.setattr(branches, "PART_COST", 0)
-    monkeypatch.setattr(branches, "KEY_CAP", key_cap)
+    share_much(monkeypatch, key_cap, query_cost)
     packed = pack(PrefixTree.build(AWKWARD[shape]))
     plan = plan_backward(packed)
     calls = [call for stage in plan.stages for call in stage.calls]
@@ -149,8 +171,7 @@ def test_backward_covers_every_visible_pair_once(
 
 
 def plan_of(rows: list[list[int]], monkeypatch: pytest.MonkeyPatch, query_cost: float = 2.4) -> list[BackwardCall]:
-    monkeypatch.setattr(branches, "QUERY_COST", query_cost)
-    monkeypatch.setattr(branches, "PART_COST", 0)
+    share_much(monkeypatch, 100_000, query_cost)
     packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
     return [call for stage in plan_backward(packed).stages for call in stage.calls]
 
@@ -168,15 +189,29 @@ def test_backward_shares_a_stem(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backward_shares_the_trunk_of_a_comb_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight turns, each with thinking that the next does not see: halves of the trunk, halves of halves."""
     trunk = list(range(1000, 1800))
-    rows = [[*trunk[: 100 * turn], turn, *range(9)] for turn in range(1, 9)]
+    rows = [[*trunk[: 100 * turn], turn, *range(39)] for turn in range(1, 9)]
     chains, *shared = plan_of(rows, monkeypatch)
     keys = sum(chains.key_lengths) + sum(sum(call.key_lengths) for call in shared)
     (whole,) = plan_of(rows, monkeypatch, query_cost=1e9)
     assert keys < 0.6 * sum(whole.key_lengths)
     assert [call.causal for call in shared] == [False, False]
     first, second = (list(zip(call.query_lengths, call.key_lengths, strict=True)) for call in shared)
-    assert first == [(40, 400), (20, 200)]  # four of seven branches (the eighth turn is the chain itself), two others
-    assert second == [(20, 200)]  # the deeper two of the four
+    assert first == [(160, 400), (80, 200)]  # four of seven branches (the eighth turn is the chain), two others
+    assert second == [(80, 200)]  # the deeper two of the four
+
+
+def test_a_part_pays_for_its_call_and_for_queries_of_chains_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain and another one below it have three rows, and share a stem of 100 keys."""
+    stem = [1] * 100
+    rows = [[*stem, 4, 5, 6, 7], [*stem, 2, 3], [*stem, 2, 9]]
+    for part_cost, is_shared in ((93, True), (94, False)):  # 100 keys less 2 for each of three queries
+        share_much(monkeypatch, 100_000, 2.0)
+        monkeypatch.setattr(branches, "PART_COST", part_cost)
+        packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
+        calls = [call for stage in plan_backward(packed).stages for call in stage.calls]
+        assert (len(calls) == 2) == is_shared
+        assert [call.key_lengths for call in calls[1:]] == [(100,)] * is_shared
+        assert [call.query_lengths for call in calls[1:]] == [(3,)] * is_shared
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
@@ -199,10 +234,15 @@ FLASH = [
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("impl", FLASH)
-def test_flash_kernels_on_a_gpu(impl: str, size: int) -> None:
+def test_flash_kernels_on_a_gpu(impl: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, stages = 0, 0
     for shape in SHAPES:
         for key_cap in (700, 100_000):
+            share_much(monkeypatch, key_cap)
             packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
+            plan = plan_backward(packed)
+            shared += sum(not call.causal for stage in plan.stages for call in stage.calls)
+            stages = max(stages, len(plan.stages))
             op = lambda *x, packed=packed, impl=impl: attention(  # noqa: E731
                 *x, packed, scale=0.1, impl=impl, deterministic=True
             )
@@ -210,6 +250,8 @@ def test_flash_kernels_on_a_gpu(impl: str, size: int) -> None:
             inputs = inputs_of(packed, size=size, heads=8)
             assert_kernel_law(op, reference, inputs, torch.bfloat16)
             assert_same_bits(op, inputs, torch.bfloat16)
+    assert shared > 0
+    assert stages > 1
 
 
 @pytest.mark.gpu

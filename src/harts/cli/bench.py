@@ -104,9 +104,7 @@ _Seed = Annotated[int, typer.Option(help="Of synthetic workloads.")]
 _Out = Annotated[
     Path | None, typer.Option(help="Add a JSON line per workload; lines of this setting are not measured again.")
 ]
-_Profile = Annotated[
-    Path | None, typer.Option(help="Also write which kernels a microbatch of each arm spends time in.")
-]
+_Profile = Annotated[Path | None, typer.Option(help="Also write which kernels a call of each arm spends time in.")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,7 +324,8 @@ class _Job:
             if found is None:
                 found = self._measure(model, trajectories, setting, stop - time.monotonic(), header, records, tell)
             if self.profile is not None:
-                self._profile(self.profile, batch.name, model, trajectories, setting)
+                arms = [arm for arm in self.arms if arm in found.get("arms", ())]
+                self._profile(self.profile, batch.name, arms, model, trajectories, setting)
             results.append(found)
         return {"ok": all(each["ok"] for each in results), "workloads": results}
 
@@ -372,17 +371,25 @@ class _Job:
         )
         turns, once_above = self.times["turns"], self.times["once_above"]
         whole = "time" not in measured.left_out.values() and all(
-            len(each.seconds) == turns or each.seconds[0] > once_above for each in measured.arms.values()
+            len(each.step_seconds) == turns or each.step_seconds[0] > once_above for each in measured.arms.values()
         )
         return records.put(header, report(measured, header), whole=whole)
 
     def _profile(
-        self, path: Path, name: str, model: nn.Module, trajectories: Sequence[Trajectory], setting: Setting
+        self,
+        path: Path,
+        name: str,
+        arms: Sequence[Arm],
+        model: nn.Module,
+        trajectories: Sequence[Trajectory],
+        setting: Setting,
     ) -> None:
-        for arm in self.arms:
+        """A call of each arm that ran: of a microbatch, or of a trajectory in the arm plain."""
+        for arm in arms:
             set_up(model, arm, setting)
             batch = prepare(trajectories, arm, setting, device=self.about["device"])
-            rows = batch.packed[0].num_rows
-            with profiled(path.with_name(f"{name}_{arm}_{path.name}"), f"{name}, {arm}, a microbatch of {rows:,} rows"):
+            run_step(model, batch, kernels=setting.kernels, most=1)  # compiles, where the times were in the file
+            title = f"{name}, {arm}, a call of {batch.packed[0].num_rows:,} rows"
+            with profiled(path.with_name(f"{name}_{arm}_{path.name}"), title):
                 run_step(model, batch, kernels=setting.kernels, most=1)
             model.zero_grad(set_to_none=True)

@@ -196,7 +196,7 @@ def _ratios_table(group: list[Mapping[str, Any]]) -> Any:
                 output.number(speedup),
                 output.number(each["flop_limit"].get(arm)),
                 output.number(each["efficiency"].get(arm), 3),
-                output.number(each["step_efficiency"].get(arm), 3),
+                output.number(each.get("step_efficiency", {}).get(arm), 3),
                 f"{each['head_share']:.1%}",
             )
     return made

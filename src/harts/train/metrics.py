@@ -30,8 +30,9 @@ class StepMetrics:
         predicted: the plan's makespan, in `predicted_unit` ("flops", or "seconds" with a calibrated cost model).
         predicted_bytes, peak_bytes: peak memory of the largest microbatch, where a cost model calibrated on a GPU
             predicts it, and of the step as it was, on a GPU; else None.
-        seconds: of the whole step; plan_seconds: of building tree, plan and layouts (on a GPU during the step before);
-            compute_seconds: of all forward and backward passes, which `predicted` stands for.
+        seconds: of the whole step; plan_seconds: of building tree, plan and layouts in this process (on a GPU during
+            the step before; another process makes the plan); compute_seconds: of all forward and backward passes on
+            the slowest replica, which `predicted` stands for.
         rows_per_s: (unique + recomputed rows) / seconds.
         kernels: implementations of the ops.
         fused: whether norms, MLPs, gates and experts run fused (`harts.models.fuse`).

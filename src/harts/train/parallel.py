@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,20 +68,22 @@ class Replicas:
 
     def sum(self, value: float) -> float:
         """The sum over the replicas; all replicas must call it."""
-        if self.size == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(total)
-        return float(total.item())
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        """The largest over the replicas; all replicas must call it."""
+        return self._reduce(value, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any replica; all replicas must call it."""
+        return bool(self._reduce(flag, dist.ReduceOp.MAX))
+
+    def _reduce(self, value: float, op: Any) -> float:
         if self.size == 1:
-            return flag
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        value = torch.tensor(int(flag), device=device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(total, op=op)
+        return float(total.item())
 
     def wait(self) -> None:
         """Waits for all replicas."""

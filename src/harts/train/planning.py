@@ -83,7 +83,7 @@ class StepPlanner:
                 self._ahead, self._ahead_of, self._prepares, self._prepared = None, -1, False, None
 
     def start(self, step: int) -> None:
-        """Asks the other process for the plan of a step, the one that is prepared next, unless it was asked for it."""
+        """Asks the other process for the plan of the step that is made next, unless it was asked for it before."""
         if self._ahead is None or self.saved is not None or not self._ahead_of < step < self.config.steps:
             return
         self._ahead_of = step
@@ -107,6 +107,6 @@ class StepPlanner:
         """
         if not self._prepares or step >= self.config.steps:
             return
-        with contextlib.suppress(ValueError):  # which `plan` raises again, when the step in hand is done
+        with contextlib.suppress(Exception):  # which `plan` meets again, when the step in hand is done
             self._prepared = step, self._make(step)
             self.start(step + 1)

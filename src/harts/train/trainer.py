@@ -30,6 +30,7 @@ from harts.train.checkpoint import (
     read_info,
     save_checkpoint,
 )
+from harts.train.clock import Mark
 from harts.train.config import TrainConfig
 from harts.train.metrics import MetricsFile, StepMetrics
 from harts.train.parallel import Replicas
@@ -149,13 +150,11 @@ class Trainer:
         old, reference = self._missing_scores(step)
         if self.config.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self.config.device)
-        compute_start = time.perf_counter()
+        computes = Mark(self.config.device)
         done = self._accumulate(step, old, reference)
+        computed = Mark(self.config.device)
         self.planner.prepare(self.step + 1)
         losses = done.metrics.all_reduce() if self.replicas.size > 1 else done.metrics
-        if self.config.device.startswith("cuda"):
-            torch.cuda.synchronize(self.config.device)
-        compute_seconds = time.perf_counter() - compute_start
         learning_rate = self.config.learning_rate_at(self.step)
         norm = update(
             self.optimizer, self.replicas, learning_rate=learning_rate, max_grad_norm=self.config.max_grad_norm
@@ -182,7 +181,7 @@ class Trainer:
             predicted_bytes=_predict_bytes(step),
             peak_bytes=_peak_bytes(self.config.device),
             seconds=seconds,
-            compute_seconds=compute_seconds,
+            compute_seconds=self.replicas.max(computed.seconds_since(computes)),
             plan_seconds=step.seconds,
             rows_per_s=(step.tree.num_rows + plan.recomputed_rows) / seconds,
             kernels=dataclasses.asdict(self.kernels),

@@ -36,7 +36,7 @@ QUERY_COST = 2.4
 """A pass over a query costs as much as so many gathered keys (benchmarks/gpu_ops.py --only attend_backward)."""
 
 PART_COST = 4096
-"""Keys that a shared part has to save beyond that: a call has launches of its own."""
+"""Keys that a shared part has to save beyond that: a call has launches of its own. Not fitted to anything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +124,8 @@ def _stages(calls: Sequence[BackwardCall], packed: PackedTree) -> Iterator[tuple
 
 def _all_rows(parts: Sequence[Rows], packed: PackedTree) -> Rows:
     """Rows of several calls, one after the other."""
+    if len(parts) == 1 and isinstance(parts[0], Tensor):
+        return parts[0]
     ranges = [(part.start, part.stop) for part in parts if isinstance(part, slice)]
     if len(ranges) == len(parts) and _joined(ranges) == (0, packed.num_rows):
         return slice(0, packed.num_rows)

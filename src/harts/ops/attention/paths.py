@@ -115,6 +115,7 @@ class _AttendPaths(torch.autograd.Function):
             grad_q += queries
             total_k.add(keys, stage)
             total_v.add(values, stage)
+            del parts, keys, values  # before the next stage needs room
         grad_THD = _sum_rows(grad_q, plan.queries, len(q_THD))
         return grad_THD, total_k.total, total_v.total, None, None, None, None
 
