@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harts.blocks import BLOCK, BlockTree
+from harts.transfer import send
 from harts.tree import PrefixTree
 
 __all__ = ["KeyGroup", "PackedTree", "pack"]
@@ -36,7 +37,9 @@ class _OnDevice:
         moved: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, Tensor | _OnDevice):
+            if isinstance(value, Tensor):
+                moved[item.name] = send(value, device)
+            elif isinstance(value, _OnDevice):
                 moved[item.name] = value.to(device)
             elif isinstance(value, tuple) and value and isinstance(value[0], _OnDevice):
                 moved[item.name] = tuple(part.to(device) for part in value)
@@ -132,7 +135,7 @@ class PackedTree(_OnDevice):
     @cached_property
     def row_of_N(self) -> Tensor:
         """int64 [N]: row of each token."""
-        return _tensor(self.blocks.row_of_tree_T[self.tree.row_of_N]).to(self.device)
+        return send(_tensor(self.blocks.row_of_tree_T[self.tree.row_of_N]), self.device)
 
     @cached_property
     def loss_mask_N(self) -> Tensor:
@@ -291,9 +294,10 @@ def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints,
     trained_N = np.concatenate([trajectory.loss_mask for trajectory in tree.trajectories])
     temperatures, kind_B = np.unique([trajectory.temperature for trajectory in tree.trajectories], return_inverse=True)
     num_kinds = len(temperatures)
-    kind_N = np.repeat(kind_B, np.diff(tree.offset_B1))[trained_N]
-    row_N = blocks.row_of_tree_T[tree.row_of_N[trained_N]]
-    target_M, target_of_trained = _distinct(row_N * num_kinds + kind_N, tree.num_rows * num_kinds)
+    place_N = blocks.row_of_tree_T[tree.row_of_N[trained_N]]
+    if num_kinds > 1:
+        place_N = place_N * num_kinds + np.repeat(kind_B, np.diff(tree.offset_B1))[trained_N]
+    target_M, target_of_trained = _distinct(place_N, tree.num_rows * num_kinds)
     row_M, kind_M = target_M // num_kinds, target_M % num_kinds
     head_U, head_of_M = _distinct(parent_T[row_M] * num_kinds + kind_M, tree.num_rows * num_kinds)
     token_T = np.empty(tree.num_rows, np.int64)

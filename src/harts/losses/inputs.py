@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harts.trajectory import Trajectory
+from harts.transfer import send
 
 __all__ = ["LossInputs", "TrainedTokens", "check_trajectories"]
 
@@ -149,8 +150,8 @@ class LossInputs:
         sequence_of_N = np.repeat(np.asarray(sequences, dtype=np.int64), [len(t) for t in trajectories])
         return cls(
             logprobs_N=logprobs,
-            loss_mask_N=torch.from_numpy(mask).to(logprobs.device),
-            sequence_of_N=torch.from_numpy(sequence_of_N).to(logprobs.device),
+            loss_mask_N=send(torch.from_numpy(mask), logprobs.device),
+            sequence_of_N=send(torch.from_numpy(sequence_of_N), logprobs.device),
             old_logprobs_N=old_logprobs,
             behaviour_logprobs_N=recorded("logprobs"),
             ref_logprobs_N=recorded("ref_logprobs") if ref_logprobs is None else ref_logprobs,
@@ -278,4 +279,4 @@ def _concatenate(trajectories: Sequence[Trajectory], name: str, like: Tensor) ->
             value = np.zeros(len(trajectory))
         parts.append(value)
     flat = np.concatenate(parts) if parts else np.zeros(0)
-    return torch.from_numpy(flat).to(device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+    return send(torch.from_numpy(flat).to(torch.promote_types(like.dtype, torch.float32)), like.device)

@@ -30,6 +30,7 @@ from harts.ops.kernels import Kernels
 from harts.ops.rows import gather_rows
 from harts.plan import Plan, make_plan
 from harts.trajectory import Trajectory
+from harts.transfer import send
 from harts.tree import PrefixTree, Share
 
 __all__ = ["ARMS", "Arm", "Batch", "Setting", "prepare", "run_step", "set_up"]
@@ -145,7 +146,7 @@ def run_step(
     parts = []
     for members, packed in _parts(batch)[:most]:
         weights = [torch.full((len(trajectories[i]),), 1.0 if weights_B is None else weights_B[i]) for i in members]
-        parts.append((members, packed, (torch.cat(weights) / -trained).to(packed.device)))
+        parts.append((members, packed, send(torch.cat(weights) / -trained, packed.device)))
     scored: list[tuple[Sequence[int], Tensor]] = []
     for members, packed, weight_N in reversed(parts) if batch.arm == "shuffled" else parts:
         plain = batch.arm == "plain"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from harts.blocks import BlockTree
 from harts.layout import PackedTree
+from harts.transfer import send
 
 __all__ = ["BackwardCall", "BackwardPlan", "Rows", "Stage", "plan_backward"]
 
@@ -251,10 +252,10 @@ def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
         return slice(*joined)
     start, stop = np.array(ranges, dtype=np.int64).T
     length = stop - start
-    shift = torch.from_numpy(np.stack([start - (np.cumsum(length) - length), length])).to(device)
+    shift = send(torch.from_numpy(np.stack([start - (np.cumsum(length) - length), length])), device)
     total = int(length.sum())
     return torch.repeat_interleave(shift[0], shift[1], output_size=total) + torch.arange(total, device=device)
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(np.append(0, np.cumsum(lengths)), dtype=torch.int32, device=device)
+    return send(torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)), device)

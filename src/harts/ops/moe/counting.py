@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from harts.layout import PackedTree
 from harts.ops.rows import RowGroups, gather_rows, group_rows, segment_sum
+from harts.transfer import send
 
 __all__ = ["RouterSums", "Scope", "TokenCount", "count_tokens", "router_sums"]
 
@@ -99,7 +100,7 @@ def count_tokens(packed: PackedTree, *, scope: Scope, mask_N: Tensor | None = No
         )
     rows_N = packed.blocks.row_of_tree_T[packed.tree.row_of_N]
     counted_N = np.ones(packed.num_tokens, np.bool_) if mask_N is None else mask_N.cpu().numpy()
-    weight_T = torch.from_numpy(np.bincount(rows_N[counted_N], minlength=packed.num_rows)).to(packed.device)
+    weight_T = send(torch.from_numpy(np.bincount(rows_N[counted_N], minlength=packed.num_rows)), packed.device)
     if scope != "trajectory":
         return TokenCount(weight_T, torch.tensor([int(counted_N.sum())]), None)
     offset_B1 = packed.tree.offset_B1
@@ -125,7 +126,7 @@ def _find_runs(packed: PackedTree, rows_N: Any, counted_N: Any) -> _Runs:
     unit_N = np.repeat(np.arange(packed.tree.num_trajectories), np.diff(packed.tree.offset_B1))
 
     def tensor(array: Any) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(packed.device)
+        return send(torch.from_numpy(array.astype(np.int64)), packed.device)
 
     offset_R1 = tensor(np.append(start_R, num_rows))
     rows_of_R = RowGroups(torch.arange(num_rows, device=packed.device), offset_R1)
