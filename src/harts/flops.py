@@ -12,7 +12,13 @@ __all__ = ["flop_limit", "flops", "forward_flops", "model_identity"]
 
 
 def flops(
-    config: Any, work: Counts | PrefixTree, *, backward: bool = True, recompute: bool = False, replayed: bool = False
+    config: Any,
+    work: Counts | PrefixTree,
+    *,
+    backward: bool = True,
+    recompute: bool = False,
+    keep_attention: bool = False,
+    replayed: bool = False,
 ) -> float:
     """Model FLOPs of a set of segments.
 
@@ -21,14 +27,30 @@ def flops(
         work: a tree, or counts of one or several.
         backward: a backward too, which counts twice its forward.
         recompute: activations are recomputed in the backward, which adds a forward.
+        keep_attention: outputs of full attention are not, which takes its scores and sums out of that forward.
         replayed: count replayed rows too, which the model itself does not ask for.
     """
     counts = count(work) if isinstance(work, PrefixTree) else work
     if not replayed:
         counts = counts.without_replay()
-    return forward_flops(config).of(counts) * (1 + 2 * backward + (recompute and backward))
+    forward = forward_flops(config)
+    total = forward.of(counts) * (1 + 2 * backward + (recompute and backward))
+    return total - forward.pairs * counts.pairs * (keep_attention and recompute and backward)
 
 
-def flop_limit(config: Any, separate: Counts | PrefixTree, tree: Counts | PrefixTree) -> float:
-    """The most that a tree can speed up a step: FLOPs of separate rows over those of the tree, no replayed rows."""
-    return flops(config, separate) / flops(config, tree)
+def flop_limit(
+    config: Any,
+    separate: Counts | PrefixTree,
+    tree: Counts | PrefixTree,
+    *,
+    recompute: bool = False,
+    keep_attention: bool = False,
+) -> float:
+    """The most that a tree can speed up a step: FLOPs of separate rows over those of the tree, no replayed rows.
+
+    Recomputing all activations does not change it; keeping attention's outputs does, as trees have more keys a row.
+    """
+    theirs, ours = (
+        flops(config, work, recompute=recompute, keep_attention=keep_attention) for work in (separate, tree)
+    )
+    return theirs / ours

@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from kernel_law import DEVICE, assert_kernel_law, assert_same_bits, draw, run
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from harts.layout import KeyGroup, PackedTree, pack
 from harts.ops import attention
 from harts.ops.attention import branches, default_impl
 from harts.ops.attention.branches import BackwardCall, plan_backward
 from harts.ops.attention.fa4 import has_fa4
+from harts.ops.attention.kept import keep_outputs
 from harts.ops.attention.paths import attend_paths
 from harts.testing.trees import AWKWARD, to_trajectories, tree_strategy
 from harts.tree import PrefixTree
@@ -124,6 +126,29 @@ def test_stages_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         found = run(op, inputs, torch.bfloat16)
         errors.append([float((a.double() - b).norm()) for a, b in zip(found[2:], truth[2:], strict=True)])
     assert all(many <= 1.05 * one for many, one in zip(*errors, strict=True))
+
+
+def test_a_forward_that_is_recomputed_can_keep_its_outputs() -> None:
+    class Counts(PlainKernel):
+        runs = 0
+
+        def forward(self, q, k, v, group: KeyGroup, scale: float) -> tuple[Tensor, Tensor]:
+            self.runs += 1
+            return super().forward(q, k, v, group, scale)
+
+    packed = pack(PrefixTree.build(AWKWARD["star"]), key_cap=300, device=DEVICE)
+    found = []
+    for context_fn in (None, keep_outputs):
+        kernel = Counts()
+        leaves = [x.requires_grad_() for x in inputs_of(packed)]
+        how = {} if context_fn is None else {"context_fn": context_fn}
+        op = lambda *x, kernel=kernel: attend_paths(*(2 * y for y in x), packed, 0.3, kernel, False).sin()  # noqa: E731
+        out = checkpoint(op, *leaves, use_reentrant=False, **how)
+        found.append((kernel, [out, *torch.autograd.grad(out.sum(), leaves)]))
+    groups = len(packed.key_groups)
+    assert [kernel.runs for kernel, _ in found] == [2 * groups, groups]
+    assert groups > 1
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 def test_law_fails_when_a_chain_sees_another_path() -> None:

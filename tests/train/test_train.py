@@ -381,6 +381,9 @@ def test_unknown_field_in_the_file_names_the_closest(tmp_path: Path) -> None:
     toml.write_text("data = 'x.jsonl'\n[loss]\nclip = 1\n")
     with pytest.raises(ValueError, match=r"\[loss\]: unknown field clip"):
         TrainConfig.load(toml)
+    toml.write_text("data = 'x.jsonl'\nrecompute = false\nkeep_attention = true\n")
+    with pytest.raises(ValueError, match="field keep_attention: expected false, as nothing is recomputed"):
+        TrainConfig.load(toml)
     toml.write_text("steps = 3\n")
     with pytest.raises(ValueError, match="field data is missing"):
         TrainConfig.load(toml)

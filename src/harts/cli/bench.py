@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import typer
 from torch import nn
 
-from harts.cli import options, output
+from harts.cli import bench_options, options, output
 from harts.cli.bench_report import Records, render, report
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype, vocabulary_of
 from harts.cost import CostModel, count, model_identity
@@ -20,11 +20,12 @@ from harts.models import attach, default_kernels
 from harts.models.attach import find_backbone
 from harts.models.device import to_device
 from harts.models.fuse import can_fuse
+from harts.models.recompute import check_kept
 from harts.ops.kernels import Kernels
 from harts.testing.arms import ARMS, Arm, Setting, prepare, run_step, set_up
 from harts.testing.environment import environment, profiled
 from harts.testing.gradients import gradient_errors
-from harts.testing.measure import Clock, measure
+from harts.testing.measure import measure
 from harts.testing.shapes import SHAPES, build_model
 from harts.testing.workloads import remap_vocabulary, shrink, workload
 from harts.train.batches import data_hash
@@ -66,46 +67,6 @@ _GPU_SIZES: Mapping[str, Mapping[str, int]] = {"think": {"rollouts": 4}, "swe": 
 
 _CPU_BUDGET, _GPU_BUDGET = 8_192, 65_536
 
-_Workloads = Annotated[
-    str, typer.Option(help="Without DATA: NAME or NAME:SIZE=NUMBER, commas between; see harts.testing.workloads.")
-]
-_Scale = Annotated[
-    float | None, typer.Option(help="Factor on their lengths; 0.1 on a CPU and 1 elsewhere.", show_default=False)
-]
-_TokenBudget = Annotated[
-    int | None,
-    typer.Option(min=1, help="Most rows of a microbatch, in every arm; 8192, on a GPU the tree's.", show_default=False),
-]
-_Turns = Annotated[int, typer.Option(min=1, help="How often each arm is timed, in turn.")]
-_Arms = Annotated[str, typer.Option(help="Commas between: rows, merged, tree, shuffled, plain (no HARTS).")]
-_OnceAbove = Annotated[float, typer.Option(help="An arm whose turn takes more seconds than this has only one.")]
-_Seconds = Annotated[float, typer.Option(help="Leave out what would not end in this time.")]
-_ClockChoice = Annotated[
-    Clock, typer.Option(help="wall, or cpu: processor time of this process, on a CPU that others use too.")
-]
-_Recompute = Annotated[
-    bool | None,
-    typer.Option("--recompute/--no-recompute", help="Of activations; yes on a GPU.", show_default=False),
-]
-_Fuse = Annotated[
-    bool | None,
-    typer.Option("--fuse/--no-fuse", help="Norms, MLPs, gates; on a GPU where possible.", show_default=False),
-]
-_Deterministic = Annotated[bool, typer.Option(help="Gradients have the same bits in every run.")]
-_Gradients = Annotated[bool, typer.Option(help="Errors of bf16 gradients against fp32 instead of times.")]
-_CostModelFile = Annotated[
-    Path | None, typer.Option(help="Cost model of harts calibrate, of this very model, that plans balance.")
-]
-_Layers = Annotated[int | None, typer.Option(min=1, help="Of a preset or shape.", show_default=False)]
-_Dtype = Annotated[
-    DtypeChoice | None, typer.Option(help="Of the parameters; float32, on a GPU bfloat16.", show_default=False)
-]
-_Seed = Annotated[int, typer.Option(help="Of synthetic workloads.")]
-_Out = Annotated[
-    Path | None, typer.Option(help="Add a JSON line per workload; lines of this setting are not measured again.")
-]
-_Profile = Annotated[Path | None, typer.Option(help="Also write which kernels a call of each arm spends time in.")]
-
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
@@ -118,26 +79,27 @@ class _Batch:
 
 def bench(
     data: options.OptionalData = None,
-    workloads: _Workloads = WORKLOADS,
-    arms: _Arms = "rows,tree",
-    turns: _Turns = 3,
-    once_above: _OnceAbove = 60.0,
-    seconds: _Seconds = float("inf"),
-    gradients: _Gradients = False,
-    scale: _Scale = None,
-    token_budget: _TokenBudget = None,
-    clock: _ClockChoice = "wall",
-    recompute: _Recompute = None,
-    fuse: _Fuse = None,
-    deterministic: _Deterministic = False,
-    cost_model: _CostModelFile = None,
+    workloads: bench_options.Workloads = WORKLOADS,
+    arms: bench_options.Arms = "rows,tree",
+    turns: bench_options.Turns = 3,
+    once_above: bench_options.OnceAbove = 60.0,
+    seconds: bench_options.Seconds = float("inf"),
+    gradients: bench_options.Gradients = False,
+    scale: bench_options.Scale = None,
+    token_budget: bench_options.TokenBudget = None,
+    clock: bench_options.ClockChoice = "wall",
+    recompute: bench_options.Recompute = None,
+    keep_attention: bench_options.KeepAttention = False,
+    fuse: bench_options.Fuse = None,
+    deterministic: bench_options.Deterministic = False,
+    cost_model: bench_options.CostModelFile = None,
     model: Model = "tiny-qwen3.5",
-    layers: _Layers = None,
-    dtype: _Dtype = None,
+    layers: bench_options.Layers = None,
+    dtype: bench_options.Dtype = None,
     device: Device = "cpu",
-    seed: _Seed = 0,
-    out: _Out = None,
-    profile: _Profile = None,
+    seed: bench_options.Seed = 0,
+    out: bench_options.Out = None,
+    profile: bench_options.Profile = None,
     rows: options.Rows = "turn",
     fmt: options.Format = "auto",
     tokenizer: options.Tokenizer = None,
@@ -147,9 +109,8 @@ def bench(
 ) -> None:
     """Time forward and backward on a tree and on packed separate rows, through the same ops.
 
-    The limit is the ratio of model FLOPs, without replayed rows; efficiency is speed-up over limit. The tree's time
-    includes its build, plan and layout; that of separate rows has none of these. Speed-ups are medians over turns.
-    Presets have a hidden size of 256 and the vocabulary that occurs; qwen3.5-4b and qwen3.5-35b-a3b are shapes.
+    Efficiency is speed-up over FLOP limit, which leaves replayed rows out. The tree's time includes build, plan and
+    layout, that of separate rows does not. Presets have a hidden size of 256; qwen3.5-4b, qwen3.5-35b-a3b are shapes.
     """
     on_cpu = to_device(device).type == "cpu"
     _check_gpu_options({"profile": profile is not None, "fuse": bool(fuse)}, device, on_cpu)
@@ -163,11 +124,11 @@ def bench(
         gradients=gradients,
         token_budget=token_budget,
         recompute=recompute,
+        keep_attention=keep_attention,
         fuse=fuse,
         deterministic=deterministic,
         cost_model=cost_model,
         about={"scale": scale, "seed": seed, "device": device},
-        on_cpu=on_cpu,
         profile=profile,
     )
     models = _Models(model, layers, dtype or ("float32" if on_cpu else "bfloat16"), device)
@@ -271,12 +232,17 @@ class _Job:
     gradients: bool
     token_budget: int | None
     recompute: bool | None
+    keep_attention: bool
     fuse: bool | None
     deterministic: bool
     cost_model: Path | None
     about: Mapping[str, Any]
-    on_cpu: bool
     profile: Path | None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the model runs on the CPU."""
+        return to_device(self.about["device"]).type == "cpu"
 
     def run(
         self,
@@ -313,6 +279,7 @@ class _Job:
                 "vocabulary": vocabulary_of(model),
                 "token_budget": setting.token_budget,
                 "recompute": setting.recompute,
+                "keep_attention": setting.keep_attention,
                 "fused": setting.fused,
                 "kernels": dataclasses.asdict(setting.kernels or Kernels()),
                 "cost_model": None if setting.cost_model is None else dataclasses.asdict(setting.cost_model),
@@ -336,11 +303,14 @@ class _Job:
         price = None
         if self.cost_model is not None:
             price = CostModel.load(self.cost_model, model=model_identity(find_backbone(model).config))
+        kernels = default_kernels(model, deterministic=self.deterministic)
+        check_kept(kernels, self.keep_attention)
         return Setting(
             token_budget=budget,
-            kernels=default_kernels(model, deterministic=self.deterministic),
+            kernels=kernels,
             fused=can_fuse(attach(model)) if self.fuse is None else self.fuse,
             recompute=not self.on_cpu if self.recompute is None else self.recompute,
+            keep_attention=self.keep_attention,
             cost_model=price,
         )
 

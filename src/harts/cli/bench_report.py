@@ -154,9 +154,15 @@ def _title(each: Mapping[str, Any]) -> str:
     return (
         f"{each['model']}, {each['layers']} layers, {each['dtype']} on {machine}, lengths x "
         f"{each['scale']:g}, at most {each['token_budget']:,} rows a microbatch, activations "
-        f"{'recomputed' if each['recompute'] else 'kept'}, medians of up to {each['turns']} alternating turns, "
+        f"{_recomputed(each)}, medians of up to {each['turns']} alternating turns, "
         f"{each['clock']} time"
     )
+
+
+def _recomputed(each: Mapping[str, Any]) -> str:
+    if not each["recompute"]:
+        return "kept"
+    return "recomputed but for attention" if each.get("keep_attention") else "recomputed"
 
 
 def _name(each: Mapping[str, Any]) -> str:

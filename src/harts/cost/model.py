@@ -59,17 +59,21 @@ class CostModel:
         return CostModel(time=Coefficients(rows=1.0), unit="rows")
 
     @staticmethod
-    def from_config(config: Any, *, recompute: bool = False) -> "CostModel":
+    def from_config(config: Any, *, recompute: bool = False, keep_attention: bool = False) -> "CostModel":
         """Default of a model: FLOPs of forward and backward, replayed rows included. See `harts.cost.config`.
 
         Args:
             config: a transformers config or its dictionary.
             recompute: activations are recomputed in the backward, which costs another forward.
+            keep_attention: outputs of full attention are not; see `harts.models.recompute_activations`.
 
         Raises:
             ValueError: the config lacks a size, or has a layer type that HARTS does not run.
         """
-        time = forward_flops(config).scaled(4.0 if recompute else 3.0)
+        forward = forward_flops(config)
+        time = forward.scaled(4.0 if recompute else 3.0)
+        if recompute and keep_attention:
+            time = dataclasses.replace(time, pairs=3.0 * forward.pairs)
         return CostModel(time=time, unit="flops", model=model_identity(config))
 
     @staticmethod

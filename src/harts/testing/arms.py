@@ -52,6 +52,7 @@ class Setting:
         kernels: implementations of the ops; None: what `harts.logprobs` takes. Not of the arm plain.
         fused: norms, MLPs and gated attention run fused (`harts.models.fuse`); not in the arm plain.
         recompute: every layer's activations are computed again in the backward.
+        keep_attention: but for the outputs of full attention.
         cost_model: what the plans balance; None: rows.
     """
 
@@ -59,6 +60,7 @@ class Setting:
     kernels: Kernels | None = None
     fused: bool = False
     recompute: bool = False
+    keep_attention: bool = False
     cost_model: CostModel | None = None
 
 
@@ -95,7 +97,10 @@ def set_up(model: nn.Module, arm: Arm, setting: Setting) -> None:
         unfuse(attach(model))
         if setting.fused:
             fuse(model)
-    (recompute_activations if setting.recompute else keep_activations)(model)
+    if setting.recompute:
+        recompute_activations(model, keep_attention=setting.keep_attention and arm != "plain")
+    else:
+        keep_activations(model)
 
 
 def prepare(

@@ -243,7 +243,9 @@ class _Bench:
 
     def work(self, arm: Arm) -> float:
         """Model FLOPs of an arm."""
-        return flops(self.config, self.counts[_layout_of(arm)], recompute=self.setting.recompute)
+        keeps = self.setting.keep_attention and arm != "plain"
+        counts = self.counts[_layout_of(arm)]
+        return flops(self.config, counts, recompute=self.setting.recompute, keep_attention=keeps)
 
     def expected_s(self, arm: Arm) -> float:
         """Seconds that an arm will take: as before, or by its FLOPs, at the pace of the slowest so far."""
@@ -296,12 +298,13 @@ class _Bench:
     def measurement(self) -> Measurement:
         """Everything so far."""
         counts = self.counts
+        again = {"recompute": self.setting.recompute, "keep_attention": self.setting.keep_attention}
         head = forward_flops(self.config).trained_rows * counts["tree"].trained_rows
         return Measurement(
             arms={arm: self._result(arm) for arm in self.runs},
             left_out={arm: why for arm, why in self.left_out.items() if arm not in self.runs},
-            flop_limit=flop_limit(self.config, counts["rows"], counts["tree"]),
-            flop_limit_merged=flop_limit(self.config, counts["merged"], counts["tree"]),
+            flop_limit=flop_limit(self.config, counts["rows"], counts["tree"], **again),
+            flop_limit_merged=flop_limit(self.config, counts["merged"], counts["tree"], **again),
             head_share=head / flops(self.config, counts["tree"], backward=False),
         )
 

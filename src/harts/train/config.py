@@ -46,6 +46,8 @@ class TrainConfig:
             `groups_per_step` must too.
         share: "tree"; "prefix" and "none" are the baselines.
         recompute: whether activations are recomputed in the backward.
+        keep_attention: but for the outputs of full attention, which take memory instead; see
+            `harts.models.recompute_activations`.
         fused: whether norms, MLPs, gates and experts run as few kernels (`harts.models.fuse`); left out: where the
             model can be fused, in bf16 on a CUDA GPU.
         deterministic: whether gradients have the same bits in every run on a GPU; see `harts.ops.kernels.Kernels`.
@@ -78,6 +80,7 @@ class TrainConfig:
     plan: str | None = None
     share: Share = "tree"
     recompute: bool = True
+    keep_attention: bool = False
     fused: bool | None = None
     deterministic: bool = False
     learning_rate: float = 1e-3
@@ -99,6 +102,7 @@ class TrainConfig:
         self._check("learning_rate", 0 < self.learning_rate < math.inf, "a finite number > 0")
         self._check("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number >= 0")
         self._check("warmup_steps", 0 <= self.warmup_steps < self.steps, f"0 to {self.steps - 1}, below steps")
+        self._check("keep_attention", self.recompute or not self.keep_attention, "false, as nothing is recomputed")
         norm = self.max_grad_norm
         self._check("max_grad_norm", norm is None or 0 < norm < math.inf, "a finite number > 0, or left out")
 

@@ -19,6 +19,7 @@ from harts.models import PRESETS, attach, default_kernels, recompute_activations
 from harts.models.attach import find_backbone
 from harts.models.device import to_device
 from harts.models.fuse import can_fuse, fuse
+from harts.models.recompute import check_kept
 from harts.ops.moe import RouterStep, max_violation
 from harts.plan import Plan, check_plan
 from harts.testing.workloads import remap_vocabulary
@@ -52,6 +53,7 @@ _MAY_CHANGE = {
     "device",
     "token_budget",
     "recompute",
+    "keep_attention",
     "fused",
     "deterministic",
     "share",
@@ -91,6 +93,7 @@ class Trainer:
         self.saved_plan = self._load_plan()
         self.model = self._make_model()
         self.kernels = default_kernels(self.model, deterministic=config.deterministic)
+        check_kept(self.kernels, config.keep_attention)
         self.cost_model = self._make_cost_model()
         self.batches = Batches(self.trajectories, groups_per_step=config.groups_per_step, seed=config.seed)
         self.planner = StepPlanner(
@@ -295,14 +298,15 @@ class Trainer:
                 )
             fuse(model)
         if config.recompute:
-            recompute_activations(model)
+            recompute_activations(model, keep_attention=config.keep_attention)
         return model
 
     def _make_cost_model(self) -> CostModel:
         config = find_backbone(self.model).config
         if self.config.cost_model is not None:
             return CostModel.load(self.config.cost_model, model=model_identity(config))
-        return CostModel.from_config(config, recompute=self.config.recompute)
+        again = {"recompute": self.config.recompute, "keep_attention": self.config.keep_attention}
+        return CostModel.from_config(config, **again)
 
     def _load_plan(self) -> Plan | None:
         """The saved plan, checked against the data as they were read."""

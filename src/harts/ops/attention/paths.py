@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from harts.layout import KeyGroup, PackedTree
 from harts.ops.attention.branches import BackwardCall, BackwardPlan, Rows, Stage, plan_backward
+from harts.ops.attention.kept import computed_once
 from harts.ops.rows import group_rows, segment_sum
 
 __all__ = ["VarlenKernel", "attend_paths"]
@@ -78,13 +79,16 @@ class _AttendPaths(torch.autograd.Function):
         kernel: VarlenKernel,
         deterministic: bool,
     ) -> Tensor:
-        outs, lses = [], []
-        for group, rows in _groups(packed):
-            k_KGD, v_KGV = _keys(k_TGD, group), _keys(v_TGV, group)
-            out_QHV, lse_HQ = kernel.forward(q_THD[rows], k_KGD, v_KGV, group, scale)
-            outs.append(out_QHV)
-            lses.append(lse_HQ)
-        out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)
+        def compute() -> tuple[Tensor, ...]:
+            outs, lses = [], []
+            for group, rows in _groups(packed):
+                k_KGD, v_KGV = _keys(k_TGD, group), _keys(v_TGV, group)
+                out_QHV, lse_HQ = kernel.forward(q_THD[rows], k_KGD, v_KGV, group, scale)
+                outs.append(out_QHV)
+                lses.append(lse_HQ)
+            return (outs[0] if len(outs) == 1 else torch.cat(outs), *lses)
+
+        out_THV, *lses = computed_once(compute)
         ctx.save_for_backward(q_THD, k_TGD, v_TGV, out_THV, *lses)
         ctx.packed, ctx.scale, ctx.kernel, ctx.deterministic = packed, scale, kernel, deterministic
         return out_THV
