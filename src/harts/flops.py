@@ -48,7 +48,7 @@ def flop_limit(
 ) -> float:
     """The most that a tree can speed up a step: FLOPs of separate rows over those of the tree, no replayed rows.
 
-    Recomputing all activations does not change it; keeping attention's outputs does, as trees have more keys a row.
+    Recomputing all activations does not change it; keeping attention's outputs does, by the pairs a row of each.
     """
     theirs, ours = (
         flops(config, work, recompute=recompute, keep_attention=keep_attention) for work in (separate, tree)

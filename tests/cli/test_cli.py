@@ -110,7 +110,9 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
         (["bench", "--model", "qwen3.5-4b", "--device", "cuda:99"], "device"),
         (["bench", "--fuse"], "fuse: expected a CUDA device"),
         (["bench", "--profile", "kernels.txt"], "profile: expected a CUDA device"),
-        (["bench", "--keep-attention", "--scale", "0.01"], "keep_attention: expected attention by a flash kernel"),
+        (["bench", "--keep-attention", "--scale", "0.01"], "keep_attention: expected recomputation, came none"),
+        (["bench", "--recompute", "--keep-attention", "--scale", "0.01"], "expected attention by a flash kernel"),
+        (["calibrate", "-o", "cost.json", "--keep-attention"], "expected attention by a flash kernel"),
         (["bench", "--model", "my-model", "--layers", "2"], "layers: expected none with a saved model"),
     ],
 )

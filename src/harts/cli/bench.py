@@ -304,12 +304,13 @@ class _Job:
         if self.cost_model is not None:
             price = CostModel.load(self.cost_model, model=model_identity(find_backbone(model).config))
         kernels = default_kernels(model, deterministic=self.deterministic)
-        check_kept(kernels, self.keep_attention)
+        recompute = not self.on_cpu if self.recompute is None else self.recompute
+        check_kept(kernels, recompute=recompute, keep_attention=self.keep_attention)
         return Setting(
             token_budget=budget,
             kernels=kernels,
             fused=can_fuse(attach(model)) if self.fuse is None else self.fuse,
-            recompute=not self.on_cpu if self.recompute is None else self.recompute,
+            recompute=recompute,
             keep_attention=self.keep_attention,
             cost_model=price,
         )

@@ -162,7 +162,7 @@ def _title(each: Mapping[str, Any]) -> str:
 def _recomputed(each: Mapping[str, Any]) -> str:
     if not each["recompute"]:
         return "kept"
-    return "recomputed but for attention" if each.get("keep_attention") else "recomputed"
+    return "recomputed but for attention's outputs" if each.get("keep_attention") else "recomputed"
 
 
 def _name(each: Mapping[str, Any]) -> str:

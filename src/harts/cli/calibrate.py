@@ -28,7 +28,7 @@ def calibrate(
     ] = None,
     max_rows: Annotated[int, typer.Option(min=512, help="Rows of the largest microbatch timed.")] = 4096,
     recompute: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
-    keep_attention: Annotated[bool, typer.Option(help="But for the outputs of full attention.")] = False,
+    keep_attention: Annotated[bool, typer.Option(help="Then keep the outputs of full attention.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Time a model on trees of different shapes and write a cost model that plan, train and bench read.
@@ -37,7 +37,7 @@ def calibrate(
     """
     check_target(out)
     loaded = attach(load_model(model, dtype=to_dtype(dtype), device=device, vocab_size=vocab_size))
-    check_kept(default_kernels(loaded), keep_attention)
+    check_kept(default_kernels(loaded), recompute=recompute, keep_attention=keep_attention)
     if recompute:
         recompute_activations(loaded, keep_attention=keep_attention)
     if can_fuse(loaded):  # as harts train does

@@ -16,6 +16,7 @@ from harts.losses.kl import kl_estimate
 from harts.losses.metrics import LossMetrics
 from harts.losses.policy import POLICY_LOSSES, PolicyTerm
 from harts.trajectory import Trajectory
+from harts.transfer import send
 
 __all__ = ["Loss", "LossOutput", "make_loss"]
 
@@ -86,7 +87,7 @@ class Loss:
 
         weights_S = denominators.sequence_weights(config.averaging, config.max_length)
         sequence_of_T = tokens.sequence_of_R[tokens.run_of_T]
-        weights_T = weights_S.to(sequence_of_T.device)[sequence_of_T].to(policy_T.dtype)
+        weights_T = send(weights_S, sequence_of_T.device)[sequence_of_T].to(policy_T.dtype)
         parts = {"policy_loss": (weights_T * policy_T).sum()}
         if config.kl_coef > 0 and kl_T is not None:
             parts["kl_loss"] = config.kl_coef * (weights_T * kl_T).sum()

@@ -28,12 +28,15 @@ def recompute_activations(model: nn.Module, *, keep_attention: bool = False) -> 
     return model.train()
 
 
-def check_kept(kernels: Kernels, keep_attention: bool) -> None:
-    """Refuses to keep outputs that the kernels do not give.
+def check_kept(kernels: Kernels, *, recompute: bool, keep_attention: bool) -> None:
+    """Refuses `keep_attention` where it would do nothing.
 
     Raises:
-        ValueError: attention runs as the reference, which hands over neither outputs nor log-sum-exps.
+        ValueError: nothing is recomputed, or attention runs as the reference, which hands over neither outputs nor
+            log-sum-exps.
     """
+    if keep_attention and not recompute:
+        raise ValueError("keep_attention: expected recomputation, came none; everything is kept without it")
     if keep_attention and kernels.attention == "reference":
         raise ValueError(
             "keep_attention: expected attention by a flash kernel ('fa4' or 'varlen', in bf16 or fp16 on a CUDA GPU), "

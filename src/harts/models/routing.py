@@ -35,6 +35,7 @@ from harts.ops.moe import (
     router_sums,
     router_z_loss,
 )
+from harts.transfer import send
 
 __all__ = ["RouterConfig", "RouterOutput", "Routing", "install", "moe_layers", "start_routing", "uninstall"]
 
@@ -240,7 +241,7 @@ def start_routing(
         _check_routes(packed, len(place), num_experts, per_token)
         order = np.empty(packed.num_rows, np.int64)
         order[packed.blocks.row_of_tree_T] = np.arange(packed.num_rows)
-        forced_TYK = torch.from_numpy(routes_TYK[order]).to(packed.device).to(torch.int64)
+        forced_TYK = send(torch.from_numpy(routes_TYK[order]), packed.device).to(torch.int64)
     count, with_grad = None, False
     if config is not None:
         mask_N = packed.loss_mask_N if config.tokens == "trained" else None

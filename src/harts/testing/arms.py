@@ -52,7 +52,7 @@ class Setting:
         kernels: implementations of the ops; None: what `harts.logprobs` takes. Not of the arm plain.
         fused: norms, MLPs and gated attention run fused (`harts.models.fuse`); not in the arm plain.
         recompute: every layer's activations are computed again in the backward.
-        keep_attention: but for the outputs of full attention.
+        keep_attention: outputs of full attention are then kept; not in the arm plain.
         cost_model: what the plans balance; None: rows.
     """
 

@@ -46,7 +46,7 @@ class TrainConfig:
             `groups_per_step` must too.
         share: "tree"; "prefix" and "none" are the baselines.
         recompute: whether activations are recomputed in the backward.
-        keep_attention: but for the outputs of full attention, which take memory instead; see
+        keep_attention: whether outputs of full attention are then kept, for less time and more memory; see
             `harts.models.recompute_activations`.
         fused: whether norms, MLPs, gates and experts run as few kernels (`harts.models.fuse`); left out: where the
             model can be fused, in bf16 on a CUDA GPU.

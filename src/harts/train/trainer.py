@@ -93,7 +93,7 @@ class Trainer:
         self.saved_plan = self._load_plan()
         self.model = self._make_model()
         self.kernels = default_kernels(self.model, deterministic=config.deterministic)
-        check_kept(self.kernels, config.keep_attention)
+        check_kept(self.kernels, recompute=config.recompute, keep_attention=config.keep_attention)
         self.cost_model = self._make_cost_model()
         self.batches = Batches(self.trajectories, groups_per_step=config.groups_per_step, seed=config.seed)
         self.planner = StepPlanner(

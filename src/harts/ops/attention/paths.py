@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from harts.layout import KeyGroup, PackedTree
 from harts.ops.attention.branches import BackwardCall, BackwardPlan, Rows, Stage, plan_backward
-from harts.ops.attention.kept import computed_once
+from harts.ops.attention.kept import Phase, computed_once, current_phase
 from harts.ops.rows import group_rows, segment_sum
 
 __all__ = ["VarlenKernel", "attend_paths"]
@@ -61,7 +61,7 @@ def attend_paths(
 ) -> Tensor:
     """See `harts.ops.attention`."""
     return _AttendPaths.apply(  # type: ignore[no-any-return, no-untyped-call]
-        q_THD, k_TGD, v_TGV, packed, scale, kernel, deterministic
+        q_THD, k_TGD, v_TGV, packed, scale, kernel, deterministic, current_phase()
     )
 
 
@@ -78,6 +78,7 @@ class _AttendPaths(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
         deterministic: bool,
+        phase: Phase | None,
     ) -> Tensor:
         def compute() -> tuple[Tensor, ...]:
             outs, lses = [], []
@@ -88,7 +89,7 @@ class _AttendPaths(torch.autograd.Function):
                 lses.append(lse_HQ)
             return (outs[0] if len(outs) == 1 else torch.cat(outs), *lses)
 
-        out_THV, *lses = computed_once(compute)
+        out_THV, *lses = computed_once(compute, phase)
         ctx.save_for_backward(q_THD, k_TGD, v_TGV, out_THV, *lses)
         ctx.packed, ctx.scale, ctx.kernel, ctx.deterministic = packed, scale, kernel, deterministic
         return out_THV
@@ -121,7 +122,7 @@ class _AttendPaths(torch.autograd.Function):
             total_v.add(values, stage)
             del parts, keys, values  # before the next stage needs room
         grad_THD = _sum_rows(grad_q, plan.queries, len(q_THD))
-        return grad_THD, total_k.total, total_v.total, None, None, None, None
+        return grad_THD, total_k.total, total_v.total, *[None] * 5
 
 
 def _groups(packed: PackedTree) -> Iterator[tuple[KeyGroup, slice]]:
