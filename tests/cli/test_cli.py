@@ -1,5 +1,6 @@
 """The command line: exit codes, what goes to which stream, the JSON that others script against."""
 
+import dataclasses
 import gzip
 import importlib
 import json
@@ -279,6 +280,14 @@ def test_bench_reports_what_others_script_against(small_model: None) -> None:
     assert entry["arms"]["tree"]["logprob_max_abs"] < 1e-5
     assert entry["arms"]["tree"]["compared_with"] == "rows"
     assert entry["machine"]["torch"] == torch.__version__
+
+
+def test_bench_profiles_times_alone(tmp_path: Path) -> None:
+    module = importlib.import_module("harts.cli.bench")
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(module._Job))
+    job = module._Job(**{**fields, "gradients": True, "profile": tmp_path / "kernels.txt"})
+    with pytest.raises(ValueError, match="profile: expected times, whose calls it looks into, came --gradients"):
+        job.run([], None, None, 1.0, print)
 
 
 def test_bench_shows_a_table(small_model: None) -> None:

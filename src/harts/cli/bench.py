@@ -255,6 +255,8 @@ class _Job:
         """Measures what `records` does not hold yet, and returns the document of all."""
         if self.profile is not None:
             check_target(self.profile)
+            if self.gradients:
+                raise ValueError("profile: expected times, whose calls it looks into, came --gradients; leave one out")
         stop = time.monotonic() + seconds
         machine = environment()
         results: list[dict[str, Any]] = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -52,13 +53,13 @@ def _git_commit() -> str:
 
 @contextlib.contextmanager
 def profiled(path: Path, title: str) -> Iterator[None]:
-    """Writes which kernels a region spends its time on a GPU in, as a table below a title."""
+    """Writes which kernels a region spends its time on a GPU in: a title, the environment as JSON, a table."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield
     events = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
     total = sum(event.self_device_time_total for event in events) or 1
-    lines = [f"{title}: {total / 1e3:.1f} ms of kernels"]
+    lines = [f"{title}: {total / 1e3:.1f} ms of kernels", json.dumps(environment())]
     lines += [
         f"{100 * event.self_device_time_total / total:6.2f} %  {event.self_device_time_total / 1e3:10.2f} ms  "
         f"{event.count:6d} x  {event.key[:140]}"

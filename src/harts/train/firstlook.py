@@ -53,9 +53,9 @@ def first_look(
 
     Args:
         trainer: at its start.
-        progress: called with a line before each part.
         max_tokens: tokens of the trajectories that are looked at, at most the token budget (one microbatch of separate
             rows has to hold them); at least one trajectory is.
+        progress: called with a line before each part.
     """
     step = trainer.batches.of_step(trainer.step)
     chosen: list[Trajectory] = []

@@ -170,9 +170,9 @@ def _share(
     key_stop = np.array([branch.last_key + 1 for branch in branches])
     query_stop = np.array([branch.stop for branch in branches])
     chains = np.cumsum([0] + [branch.chains for branch in branches])
-    todo = [(0, len(branches), first_key, level)] if branches else []
-    while todo:
-        first, last, start, depth = todo.pop()
+    parts = [(0, len(branches), first_key, level)] if branches else []
+    while parts:
+        first, last, start, depth = parts.pop()
         saved = (chains[first + 1 : last + 1] - chains[first] - 1) * (key_stop[first:last] - start)
         gain = saved - QUERY_COST * (query_stop[first:last] - branches[first].start) - PART_COST
         best = first + int(gain.argmax())
@@ -180,11 +180,12 @@ def _share(
             stop = int(key_stop[best])
             shared.setdefault(depth, []).append(((branches[first].start, branches[best].stop), [(start, stop)]))
             yield branches[best], [], depth + 1
-            todo += [(first, best, stop, depth + 1)] * (first < best) + [(best + 1, last, start, depth)] * (
-                best + 1 < last
-            )
+            if first < best:
+                parts.append((first, best, stop, depth + 1))
+            if best + 1 < last:
+                parts.append((best + 1, last, start, depth))
         elif last - first > 1:
-            todo += [(each, each + 1, start, depth) for each in range(first, last)]
+            parts += [(each, each + 1, start, depth) for each in range(first, last)]
         else:
             yield branches[first], [(start, int(key_stop[first]))], depth
 
