@@ -102,6 +102,11 @@ class BlockTree:
         return self.first_depth_C // BLOCK * BLOCK
 
     @cached_property
+    def parent_C(self) -> Ints:
+        """int64 [C]: chain of the row above each chain's first own row, -1 at a root."""
+        return np.searchsorted(self.own_start_C1, self.parent_row_C, side="right") - 1
+
+    @cached_property
     def linear_rows_C(self) -> Ints:
         """int64 [C]: rows that each chain feeds to the linear-attention kernel, replayed ones included."""
         return self.length_C - self.start_depth_C

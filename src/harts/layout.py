@@ -1,6 +1,6 @@
 """PackedTree: one microbatch as the index tensors that the ops read.
 
-Shape suffixes: B trajectories, N tokens of all trajectories, T rows, C chains, E blocks, K gathered keys, U head rows
+Shape suffixes: B trajectories, N tokens of all trajectories, T rows, C chains, E blocks, U head rows
 (distinct pairs of a row and a temperature that reach the head), M targets (distinct trained pairs of a row and a
 temperature). A suffix 1 is one more entry, 64 a block. Index tensors are int64. A map into T rows uses T itself for
 "no row" (the ops append a row of zeros), a map into M targets uses M.
@@ -20,7 +20,7 @@ from harts.blocks import BLOCK, BlockTree
 from harts.transfer import send
 from harts.tree import PrefixTree
 
-__all__ = ["KeyGroup", "PackedTree", "pack"]
+__all__ = ["PackedTree", "pack"]
 
 Ints = NDArray[np.int64]
 
@@ -41,30 +41,7 @@ class _OnDevice:
                 moved[item.name] = send(value, device)
             elif isinstance(value, _OnDevice):
                 moved[item.name] = value.to(device)
-            elif isinstance(value, tuple) and value and isinstance(value[0], _OnDevice):
-                moved[item.name] = tuple(part.to(device) for part in value)
         return dataclasses.replace(self, **moved)
-
-
-@dataclass(frozen=True, eq=False)
-class KeyGroup(_OnDevice):
-    """Consecutive chains whose keys are gathered at once.
-
-    Attributes:
-        row_start, row_stop: the chains' own rows, the queries.
-        query_lengths, key_lengths: per chain, host side; queries are the last rows of their keys' path.
-        key_row_K: int64 [K], the rows of each chain's whole path, chain after chain; None where the chains are roots,
-            whose keys are their own rows.
-        cu_queries_C1, cu_keys_C1: int32 cumulative lengths within the group, for varlen kernels.
-    """
-
-    row_start: int
-    row_stop: int
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    key_row_K: Tensor | None
-    cu_queries_C1: Tensor
-    cu_keys_C1: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +70,7 @@ class PackedTree(_OnDevice):
         token_ids_T, position_T: int64 [T], in row order.
         ancestor_3T: int64 [3, T]: the rows 1, 2 and 3 above each row, T where there is none.
         linear: the block tree for linear attention.
-        key_groups: chains and their keys for full attention.
+        key_cap: most keys and values that attention gathers at once, host side.
         head_row_U, temperature_U: rows whose hidden state reaches the head (int64), and at which temperature (float64).
         head_of_M, token_M: int64: head row and token id of each target.
         target_of_N: int64 [N]: target of each token, M where it is not trained.
@@ -105,7 +82,7 @@ class PackedTree(_OnDevice):
     position_T: Tensor
     ancestor_3T: Tensor
     linear: LinearLayout
-    key_groups: tuple[KeyGroup, ...]
+    key_cap: int
     head_row_U: Tensor
     temperature_U: Tensor
     head_of_M: Tensor
@@ -152,18 +129,21 @@ class PackedTree(_OnDevice):
         return list(torch.split(values_N, self.lengths))
 
 
-def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str = "cpu") -> PackedTree:
+def pack(tree: PrefixTree, *, key_cap: int | None = None, device: torch.device | str = "cpu") -> PackedTree:
     """Lays a tree out as one microbatch.
 
     Args:
         tree: all trajectories of the microbatch.
-        key_cap: rows whose keys and values attention gathers at once. The gathered rows of a tree can be many times
-            its rows, so chains run in groups of at most this many (a single longer chain is its own group).
+        key_cap: rows whose keys and values attention gathers at once, where it gathers them. The keys of all chains can
+            be many times a tree's rows, so chains run in calls of at most this many (a single longer chain is its own
+            call). By default 262,144 or twice the tree's rows, whichever is more.
         device: where the index tensors go.
 
     Raises:
         ValueError: `key_cap` is not positive.
     """
+    if key_cap is None:
+        key_cap = max(262_144, 2 * tree.num_rows)
     if key_cap < 1:
         raise ValueError(f"key_cap: expected a positive number of rows, came {key_cap}")
     blocks = BlockTree.build(tree)
@@ -172,8 +152,6 @@ def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str
     tree_row_T[blocks.row_of_tree_T] = np.arange(num_rows)
     parent_T = tree.parent_T[tree_row_T]
     parent_T = np.where(parent_T >= 0, blocks.row_of_tree_T[parent_T], -1)
-    groups = _group_chains(blocks, key_cap)
-    row_E64, keys = _gather_maps(blocks, groups)
     head_row_U, temperature_U, head_of_M, token_M, target_of_N = _targets(tree, blocks, parent_T)
     packed = PackedTree(
         tree=tree,
@@ -181,8 +159,8 @@ def pack(tree: PrefixTree, *, key_cap: int = 262_144, device: torch.device | str
         token_ids_T=_tensor(tree.token_ids_T[tree_row_T]),
         position_T=_tensor(tree.depth_T[tree_row_T]),
         ancestor_3T=_tensor(_ancestors(parent_T)),
-        linear=_linear_layout(blocks, row_E64),
-        key_groups=tuple(_key_group(blocks, *group, rows) for group, rows in zip(groups, keys, strict=True)),
+        linear=_linear_layout(blocks, _block_rows(blocks)),
+        key_cap=key_cap,
         head_row_U=_tensor(head_row_U),
         temperature_U=torch.from_numpy(temperature_U),
         head_of_M=_tensor(head_of_M),
@@ -197,30 +175,21 @@ def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, np.int64))
 
 
-def _gather_maps(blocks: BlockTree, groups: list[tuple[int, int]]) -> tuple[Ints, list[Ints | None]]:
-    """Rows of every block, chain by chain, [E, 64], and rows of the paths of each group of chains, [K].
+def _block_rows(blocks: BlockTree) -> Ints:
+    """Rows of every block, chain by chain, [E, 64].
 
-    Chains come in preorder, so when one starts, a buffer by depth still holds its ancestors. A group of roots needs no
-    paths: the keys of a root are its own rows.
+    Chains come in preorder, so when one starts, a buffer by depth still holds its ancestors.
     """
     row_E64 = np.full((blocks.num_blocks, BLOCK), blocks.num_rows, np.int64)
     slots = row_E64.reshape(-1)
     path = np.empty(int(blocks.length_C.max()), np.int64)
     start, first, length = blocks.own_start_C1.tolist(), blocks.first_depth_C.tolist(), blocks.length_C.tolist()
     offset, top = (blocks.first_block_C1 * BLOCK).tolist(), blocks.start_depth_C.tolist()
-    keys: list[Ints | None] = []
-    for begin, end in groups:
-        key_row_K = np.empty(sum(length[begin:end]), np.int64) if any(first[begin:end]) else None
-        filled = 0
-        for chain in range(begin, end):
-            path[first[chain] : length[chain]] = np.arange(start[chain], start[chain + 1])
-            rows = path[top[chain] : length[chain]]
-            slots[offset[chain] : offset[chain] + len(rows)] = rows
-            if key_row_K is not None:
-                key_row_K[filled : filled + length[chain]] = path[: length[chain]]
-                filled += length[chain]
-        keys.append(key_row_K)
-    return row_E64, keys
+    for chain in range(blocks.num_chains):
+        path[first[chain] : length[chain]] = np.arange(start[chain], start[chain + 1])
+        rows = path[top[chain] : length[chain]]
+        slots[offset[chain] : offset[chain] + len(rows)] = rows
+    return row_E64
 
 
 def _ancestors(parent_T: Ints) -> Ints:
@@ -255,35 +224,6 @@ def _linear_layout(blocks: BlockTree, row_E64: Ints) -> LinearLayout:
     parent_E = place_E[parent_E] - level_start[np.maximum(level_E[order_E] - 1, 0)]
     parent_E[is_root] = 0  # never read: level 0 starts from zero states
     return LinearLayout(_tensor(row_E64[order_E]), _tensor(slot_T), tuple(level_sizes.tolist()), _tensor(parent_E))
-
-
-def _group_chains(blocks: BlockTree, key_cap: int) -> list[tuple[int, int]]:
-    """Consecutive chains whose path lengths add up to at most `key_cap`, as ranges of chains."""
-    groups = []
-    length_C = blocks.length_C.tolist()
-    start = 0
-    while start < blocks.num_chains:
-        stop, keys = start + 1, length_C[start]
-        while stop < blocks.num_chains and keys + length_C[stop] <= key_cap:
-            keys += length_C[stop]
-            stop += 1
-        groups.append((start, stop))
-        start = stop
-    return groups
-
-
-def _key_group(blocks: BlockTree, start: int, stop: int, key_row_K: Ints | None) -> KeyGroup:
-    queries = np.diff(blocks.own_start_C1[start : stop + 1])
-    keys = blocks.length_C[start:stop]
-    return KeyGroup(
-        row_start=int(blocks.own_start_C1[start]),
-        row_stop=int(blocks.own_start_C1[stop]),
-        query_lengths=tuple(queries.tolist()),
-        key_lengths=tuple(keys.tolist()),
-        key_row_K=None if key_row_K is None else torch.from_numpy(key_row_K),
-        cu_queries_C1=torch.tensor(np.append(0, np.cumsum(queries)), dtype=torch.int32),
-        cu_keys_C1=torch.tensor(np.append(0, np.cumsum(keys)), dtype=torch.int32),
-    )
 
 
 def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints, NDArray[np.float64], Ints, Ints, Ints]:

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_law import DEVICE, assert_kernel_law, assert_same_bits, draw, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from harts.layout import KeyGroup, PackedTree, pack
+from harts.layout import PackedTree, pack
 from harts.ops import attention
 from harts.ops.attention import branches, default_impl
-from harts.ops.attention.branches import BackwardCall, plan_backward
+from harts.ops.attention.branches import plan_backward
+from harts.ops.attention.calls import Call, forward_calls, take
 from harts.ops.attention.fa4 import has_fa4
 from harts.ops.attention.kept import keep_outputs
+from harts.ops.attention.pages import KeyPages, key_pages
 from harts.ops.attention.paths import attend_paths
 from harts.testing.trees import AWKWARD, to_trajectories, tree_strategy
 from harts.tree import PrefixTree
@@ -24,23 +27,33 @@ SHAPES = [name for name in AWKWARD if name != "caterpillar"]
 AWKWARD_DEPTH = 600
 
 
+class PlainPaged:
+    """A forward over pages, from the definition: the pages of a path one after the other."""
+
+    def __init__(self, page_rows: int) -> None:
+        self.page_rows = page_rows
+
+    def __call__(self, q, k_pages, v_pages, pages: KeyPages, scale: float) -> tuple[Tensor, Tensor]:
+        chains = zip(q.split(list(pages.query_lengths)), pages.first_row_CP.long(), pages.key_length_C, strict=True)
+        parts = [
+            attend(q_path, *(x[rows].flatten(0, 1)[:n] for x in (k_pages, v_pages)), scale)
+            for q_path, rows, n in chains
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+
+
 class PlainKernel:
     """What a flash kernel computes, from the definition; its backward takes sums over all keys from the forward."""
 
-    def forward(self, q, k, v, group: KeyGroup, scale: float) -> tuple[Tensor, Tensor]:
-        outs, lses = [], []
-        for q_path, k_path, v_path in paths(q, k, v, group):
-            repeats = q.shape[1] // k.shape[1]
-            above = len(k_path) - len(q_path)
-            scores = torch.einsum("qhd,khd->hqk", q_path, k_path.repeat_interleave(repeats, 1)) * scale
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + above)
-            scores = scores.masked_fill(hidden, -torch.inf)
-            outs.append(torch.einsum("hqk,khv->qhv", scores.softmax(-1), v_path.repeat_interleave(repeats, 1)))
-            lses.append(scores.logsumexp(-1))
-        return torch.cat(outs), torch.cat(lses, 1)
+    def __init__(self, page_rows: int | None = None) -> None:
+        self.paged = None if page_rows is None else PlainPaged(page_rows)
 
-    def backward(self, grad, q, k, v, out, lse, call: BackwardCall, scale: float, deterministic: bool):
-        grads = [torch.zeros_like(x) for x in (q, k, v)]
+    def forward(self, q, k, v, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+        parts = [attend(*path, scale) for path in paths(q, k, v, call)]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+
+    def backward(self, grad, q, k, v, out, lse, call: Call, scale: float, deterministic: bool, into) -> None:
+        grads = [x.zero_() for x in into]
         repeats = q.shape[1] // k.shape[1]
         parts = zip(
             paths(q, k, v, call),
@@ -59,12 +72,21 @@ class PlainKernel:
             dq += torch.einsum("hqk,khd->qhd", ds, ks)
             dk += torch.einsum("hqk,qhd->khd", ds, qs).unflatten(1, (-1, repeats)).sum(2)
             dv += torch.einsum("hqk,qhv->khv", p, do).unflatten(1, (-1, repeats)).sum(2)
-        return tuple(grads)
 
 
-def paths(q: Tensor, k: Tensor, v: Tensor, lengths: KeyGroup | BackwardCall):
+def attend(q_path: Tensor, k_path: Tensor, v_path: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the last rows of a path."""
+    repeats = q_path.shape[1] // k_path.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q_path, k_path.repeat_interleave(repeats, 1)) * scale
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1 + len(k_path) - len(q_path))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    out = torch.einsum("hqk,khv->qhv", scores.softmax(-1), v_path.repeat_interleave(repeats, 1))
+    return out, scores.logsumexp(-1)
+
+
+def paths(q: Tensor, k: Tensor, v: Tensor, call: Call):
     """Views of the sequences of a call."""
-    queries, keys = list(lengths.query_lengths), list(lengths.key_lengths)
+    queries, keys = list(call.query_lengths), list(call.key_lengths)
     return zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
 
 
@@ -73,20 +95,19 @@ def inputs_of(packed: PackedTree, size: int = 8, heads: int = 4) -> list[Tensor]
     return [draw(rows, heads, size, seed=1), draw(rows, 2, size, seed=2), draw(rows, 2, size, seed=3)]
 
 
-def check_paths(packed: PackedTree) -> None:
+def check_paths(packed: PackedTree, page_rows: int | None = None, *, truth: PackedTree | None = None) -> None:
     """Outputs and gradients, by branches or by paths, whichever the layout takes."""
     assert_kernel_law(
-        lambda *x: attend_paths(*x, packed, 0.3, PlainKernel(), False),
-        lambda *x: attention(*x, packed, scale=0.3),
+        lambda *x: attend_paths(*x, packed, 0.3, PlainKernel(page_rows), False),
+        lambda *x: attention(*x, truth or packed, scale=0.3),
         inputs_of(packed),
     )
 
 
-def share_much(patch: pytest.MonkeyPatch, key_cap: int, query_cost: float = 0.0) -> None:
-    """Small trees share keys in the backward, and in several stages where the cap is small."""
+def share_much(patch: pytest.MonkeyPatch, query_cost: float = 0.0) -> None:
+    """Small trees share keys in the backward."""
     patch.setattr(branches, "QUERY_COST", query_cost)
     patch.setattr(branches, "PART_COST", 0)
-    patch.setattr(branches, "KEY_CAP", key_cap)
 
 
 QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
@@ -96,10 +117,10 @@ QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
 @pytest.mark.parametrize("query_cost", QUERY_COSTS)
 @pytest.mark.parametrize("key_cap", [1, 300, 100_000])
 @pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
-def test_groups_and_backward(shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_much(monkeypatch, key_cap, query_cost)
+def test_calls_and_backward(shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_much(monkeypatch, query_cost)
     packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
-    assert (len(packed.key_groups) == 1) == (key_cap == 100_000 or shape in ("duplicates", "prefix of another"))
+    assert (len(forward_calls(packed)) == 1) == (key_cap == 100_000 or shape in ("duplicates", "prefix of another"))
     check_paths(packed)
 
 
@@ -108,18 +129,61 @@ def test_groups_and_backward(shape: str, key_cap: int, query_cost: float, monkey
 @settings(max_examples=10, deadline=None)
 def test_random_trees(key_cap: int, tree: PrefixTree) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        share_much(patch, key_cap)
-        check_paths(pack(tree, key_cap=150, device=DEVICE))
+        share_much(patch)
+        check_paths(pack(tree, key_cap=key_cap, device=DEVICE))
+
+
+@pytest.mark.parametrize("page_rows", [1, 3, 16, 80, 1000])
+@pytest.mark.parametrize("shape", AWKWARD)
+def test_pages_hold_every_path(shape: str, page_rows: int) -> None:
+    packed = pack(PrefixTree.build(AWKWARD[shape]))
+    check_pages(packed, page_rows)
+
+
+@given(tree=tree_strategy(max_trajectories=8, max_length=70), page_rows=st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_pages_of_random_trees(tree: PrefixTree, page_rows: int) -> None:
+    check_pages(pack(tree), page_rows)
+    check_paths(pack(tree), page_rows)
+
+
+def check_pages(packed: PackedTree, page_rows: int) -> None:
+    """The pages of a chain are its path, as `forward_calls` gathers it, and no page but one of each chain is copied."""
+    rows = torch.arange(packed.num_rows)
+    pages = key_pages(packed, page_rows)
+    paged = pages.view(rows.view(-1, 1, 1).double()).flatten(1)
+    want = torch.cat([take(rows, call.keys) for call in forward_calls(packed)]).split(packed.blocks.length_C.tolist())
+    for path, first_row, length in zip(want, pages.first_row_CP.long(), pages.key_length_C.tolist(), strict=True):
+        used = -(-length // page_rows)
+        assert torch.equal(paged[first_row[:used]].flatten()[:length].long(), path)
+        assert not first_row[used:].any()
+    assert len(pages.copied_X) <= page_rows * int((packed.blocks.parent_C >= 0).sum())
+    assert page_rows > 1 or len(pages.copied_X) == 0
+
+
+@pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates", "comb"])
+def test_attention_over_pages(shape: str) -> None:
+    check_paths(pack(PrefixTree.build(AWKWARD[shape]), device=DEVICE), page_rows=16)
+
+
+def test_what_lies_behind_a_path_is_never_seen() -> None:
+    """Rows of other chains fill up the last page of a path; whatever is in them, outputs stay as they are."""
+    packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
+    q, k, v = inputs_of(packed)
+    out = attend_paths(q, k, v, packed, 0.3, PlainKernel(16), False)
+    first = packed.blocks.length_C[0]
+    k[first:], v[first:] = 1e6, -1e6
+    assert torch.equal(attend_paths(q, k, v, packed, 0.3, PlainKernel(16), False)[:first], out[:first])
 
 
 def test_stages_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the gradients of keys over many stages are as near to fp64 as those of one stage."""
+    share_much(monkeypatch, query_cost=1e9)
     packed = pack(PrefixTree.build(AWKWARD["caterpillar"][-40:]), device=DEVICE)
     inputs = inputs_of(packed)
     errors = []
     for key_cap in (1, 1_000_000):
-        share_much(monkeypatch, key_cap, query_cost=1e9)
-        fresh = dataclasses.replace(packed)
+        fresh = dataclasses.replace(packed, key_cap=key_cap)
         assert (len(plan_backward(fresh).stages) > 9) == (key_cap == 1)
         op = lambda *x, fresh=fresh: attend_paths(*x, fresh, 0.3, PlainKernel(), False)  # noqa: E731
         truth = run(lambda *x: attention(*x, packed, scale=0.3), inputs, torch.float64)
@@ -132,9 +196,9 @@ def test_a_forward_that_is_recomputed_can_keep_its_outputs() -> None:
     class Counts(PlainKernel):
         runs = 0
 
-        def forward(self, q, k, v, group: KeyGroup, scale: float) -> tuple[Tensor, Tensor]:
+        def forward(self, q, k, v, call: Call, scale: float) -> tuple[Tensor, Tensor]:
             self.runs += 1
-            return super().forward(q, k, v, group, scale)
+            return super().forward(q, k, v, call, scale)
 
     packed = pack(PrefixTree.build(AWKWARD["star"]), key_cap=300, device=DEVICE)
     found = []
@@ -145,24 +209,23 @@ def test_a_forward_that_is_recomputed_can_keep_its_outputs() -> None:
         op = lambda *x, kernel=kernel: attend_paths(*(2 * y for y in x), packed, 0.3, kernel, False).sin()  # noqa: E731
         out = checkpoint(op, *leaves, use_reentrant=False, **how)
         found.append((kernel, [out, *torch.autograd.grad(out.sum(), leaves)]))
-    groups = len(packed.key_groups)
-    assert [kernel.runs for kernel, _ in found] == [2 * groups, groups]
-    assert groups > 1
+    calls = len(forward_calls(packed))
+    assert [kernel.runs for kernel, _ in found] == [2 * calls, calls]
+    assert calls > 1
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
-def test_law_fails_when_a_chain_sees_another_path() -> None:
+@pytest.mark.parametrize("page_rows", [None, 16])
+def test_law_fails_when_a_chain_sees_another_path(page_rows: int | None) -> None:
     packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
-    (group,) = packed.key_groups
-    wrong = group.key_row_K.clone()
-    wrong[-1 - group.query_lengths[-1]] = 0
-    broken = dataclasses.replace(packed, key_groups=(dataclasses.replace(group, key_row_K=wrong),))
+    if page_rows is None:
+        (call,) = forward_calls(packed)
+        call.keys[-1 - call.query_lengths[-1]] = 0
+    else:
+        pages = key_pages(packed, page_rows)
+        pages.first_row_CP[-1, 1] += 1
     with pytest.raises(AssertionError, match="error"):
-        assert_kernel_law(
-            lambda *x: attend_paths(*x, broken, 0.3, PlainKernel(), False),
-            lambda *x: attention(*x, packed, scale=0.3),
-            inputs_of(packed),
-        )
+        check_paths(packed, page_rows, truth=pack(packed.tree, device=DEVICE))
 
 
 @pytest.mark.parametrize("query_cost", QUERY_COSTS)
@@ -171,8 +234,8 @@ def test_law_fails_when_a_chain_sees_another_path() -> None:
 def test_backward_covers_every_visible_pair_once(
     shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share_much(monkeypatch, key_cap, query_cost)
-    packed = pack(PrefixTree.build(AWKWARD[shape]))
+    share_much(monkeypatch, query_cost)
+    packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap)
     plan = plan_backward(packed)
     calls = [call for stage in plan.stages for call in stage.calls]
     pairs = 0
@@ -195,8 +258,8 @@ def test_backward_covers_every_visible_pair_once(
         assert sum(sum(call.key_lengths) for call in calls) == packed.blocks.gathered_keys
 
 
-def plan_of(rows: list[list[int]], monkeypatch: pytest.MonkeyPatch, query_cost: float = 2.4) -> list[BackwardCall]:
-    share_much(monkeypatch, 100_000, query_cost)
+def plan_of(rows: list[list[int]], monkeypatch: pytest.MonkeyPatch, query_cost: float = 2.4) -> list[Call]:
+    share_much(monkeypatch, query_cost)
     packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
     return [call for stage in plan_backward(packed).stages for call in stage.calls]
 
@@ -230,7 +293,7 @@ def test_a_part_pays_for_its_call_and_for_queries_of_chains_below(monkeypatch: p
     stem = [1] * 100
     rows = [[*stem, 4, 5, 6, 7], [*stem, 2, 3], [*stem, 2, 9]]
     for part_cost, is_shared in ((93, True), (94, False)):  # 100 keys less 2 for each of three queries
-        share_much(monkeypatch, 100_000, 2.0)
+        share_much(monkeypatch, 2.0)
         monkeypatch.setattr(branches, "PART_COST", part_cost)
         packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
         calls = [call for stage in plan_backward(packed).stages for call in stage.calls]
@@ -263,7 +326,7 @@ def test_flash_kernels_on_a_gpu(impl: str, size: int, monkeypatch: pytest.Monkey
     shared, stages = 0, 0
     for shape in SHAPES:
         for key_cap in (700, 100_000):
-            share_much(monkeypatch, key_cap)
+            share_much(monkeypatch)
             packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
             plan = plan_backward(packed)
             shared += sum(not call.causal for stage in plan.stages for call in stage.calls)

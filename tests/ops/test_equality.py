@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harts.layout import PackedTree, pack
 from harts.ops import attention, causal_conv1d, gated_delta_rule, row_logprobs
+from harts.ops.attention.calls import forward_calls
 from harts.testing.linear import linear_causal_attention, linear_causal_conv1d, linear_gated_delta_rule
 from harts.testing.trees import AWKWARD, tree_strategy
 from harts.trajectory import Trajectory
@@ -139,12 +140,10 @@ def test_law_fails_with_row_order_for_ancestors() -> None:
 
 
 def test_law_fails_when_a_chain_sees_another_path() -> None:
-    packed = branching()
-    (group,) = packed.key_groups
-    assert group.key_row_K is not None
-    wrong = group.key_row_K.clone()
-    wrong[-1 - group.query_lengths[-1]] = 0
-    broken = dataclasses.replace(packed, key_groups=(dataclasses.replace(group, key_row_K=wrong),))
+    packed, broken = branching(), branching()
+    (call,) = forward_calls(broken)
+    assert isinstance(call.keys, Tensor)
+    call.keys[-1 - call.query_lengths[-1]] = 0
     assert max(attention_errors(packed, broken).values()) > 1e-6
 
 

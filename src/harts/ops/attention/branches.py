@@ -12,7 +12,7 @@ Shared parts run level by level, as no query has two parts of one level.
 Shape suffixes: C chains; a suffix 1 is one more entry.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -23,41 +23,15 @@ from torch import Tensor
 
 from harts.blocks import BlockTree
 from harts.layout import PackedTree
-from harts.transfer import send
+from harts.ops.attention.calls import Call, Range, Rows, capped_calls, joined
 
-__all__ = ["BackwardCall", "BackwardPlan", "Rows", "Stage", "plan_backward"]
-
-Rows = slice | Tensor
-"""Rows of a call: a range, or int64 indices."""
-
-KEY_CAP = 262_144
-"""Keys gathered for one call; a single longer sequence is its own call."""
+__all__ = ["BackwardPlan", "Stage", "plan_backward"]
 
 QUERY_COST = 2.4
 """A pass over a query costs as much as so many gathered keys (benchmarks/gpu_ops.py --only attend_backward)."""
 
 PART_COST = 4096
 """Keys that a shared part has to save beyond that: a call has launches of its own. Not fitted to anything."""
-
-
-@dataclass(frozen=True, eq=False)
-class BackwardCall:
-    """Sequences of one call of a varlen kernel.
-
-    Attributes:
-        queries, keys: their rows.
-        query_lengths, key_lengths: per sequence, host side.
-        cu_queries_C1, cu_keys_C1: int32 cumulative lengths.
-        causal: queries are the last of their keys, and see those up to themselves; else every query sees every key.
-    """
-
-    queries: Rows
-    keys: Rows
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    cu_queries_C1: Tensor
-    cu_keys_C1: Tensor
-    causal: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +43,7 @@ class Stage:
         keys: rows of all their keys; a range only if these are all rows, each once.
     """
 
-    calls: tuple[BackwardCall, ...]
+    calls: tuple[Call, ...]
     keys: Rows
 
 
@@ -97,8 +71,8 @@ class _Branch:
     chains: int  # with those below
 
 
-_Sequence = tuple[tuple[int, int], list[tuple[int, int]]]
-"""A range of queries, and ranges of keys."""
+_Sequence = tuple[Range, list[Range]]
+"""A range of queries, and the ranges of keys that it sees."""
 
 _PLANS: "WeakKeyDictionary[PackedTree, BackwardPlan]" = WeakKeyDictionary()
 
@@ -106,15 +80,15 @@ _PLANS: "WeakKeyDictionary[PackedTree, BackwardPlan]" = WeakKeyDictionary()
 def plan_backward(packed: PackedTree) -> BackwardPlan:
     """The calls of a layout's backward; kept as long as the layout lives."""
     if packed not in _PLANS:
-        calls = tuple(_calls(packed.blocks, packed.device))
+        calls = tuple(_calls(packed))
         stages = [Stage(part, _all_rows([call.keys for call in part], packed)) for part in _stages(calls, packed)]
         _PLANS[packed] = BackwardPlan(tuple(stages), _all_rows([call.queries for call in calls], packed))
     return _PLANS[packed]
 
 
-def _stages(calls: Sequence[BackwardCall], packed: PackedTree) -> Iterator[tuple[BackwardCall, ...]]:
+def _stages(calls: Sequence[Call], packed: PackedTree) -> Iterator[tuple[Call, ...]]:
     """As many calls as have no more keys than one call may have, or than there are rows."""
-    cap, first, keys = max(KEY_CAP, packed.num_rows), 0, 0
+    cap, first, keys = max(packed.key_cap, packed.num_rows), 0, 0
     for at, call in enumerate(calls):
         if at > first and keys + sum(call.key_lengths) > cap:
             yield tuple(calls[first:at])
@@ -128,24 +102,24 @@ def _all_rows(parts: Sequence[Rows], packed: PackedTree) -> Rows:
     if len(parts) == 1 and isinstance(parts[0], Tensor):
         return parts[0]
     ranges = [(part.start, part.stop) for part in parts if isinstance(part, slice)]
-    if len(ranges) == len(parts) and _joined(ranges) == (0, packed.num_rows):
+    if len(ranges) == len(parts) and joined(ranges) == (0, packed.num_rows):
         return slice(0, packed.num_rows)
     rows = torch.arange(packed.num_rows, device=packed.device)
     return torch.cat([rows[part] if isinstance(part, slice) else part for part in parts])
 
 
-def _calls(blocks: BlockTree, device: torch.device) -> Iterator[BackwardCall]:
+def _calls(packed: PackedTree) -> Iterator[Call]:
     """Chains, then what they share; under the cap."""
-    chains, shared = _sequences(blocks)
-    yield from _capped(chains, device, causal=True)
+    chains, shared = _sequences(packed.blocks)
+    yield from capped_calls(chains, packed.key_cap, packed.device, causal=True)
     for level in sorted(shared):
-        yield from _capped(sorted(shared[level]), device, causal=False)
+        yield from capped_calls(sorted(shared[level]), packed.key_cap, packed.device, causal=False)
 
 
 def _sequences(blocks: BlockTree) -> tuple[list[_Sequence], dict[int, list[_Sequence]]]:
     """Chains with all keys that they do not share, and shared keys by level with all rows below."""
     own_C = list(pairwise(blocks.own_start_C1.tolist()))
-    above_C: list[list[tuple[int, int]]] = [[] for _ in own_C]
+    above_C: list[list[Range]] = [[] for _ in own_C]
     level_C = [0] * len(own_C)
     shared: dict[int, list[_Sequence]] = {}
     for chain, branches in enumerate(_branches(blocks)):
@@ -158,7 +132,7 @@ def _sequences(blocks: BlockTree) -> tuple[list[_Sequence], dict[int, list[_Sequ
 
 def _share(
     branches: Sequence[_Branch], first_key: int, level: int, shared: dict[int, list[_Sequence]]
-) -> Iterator[tuple[_Branch, list[tuple[int, int]], int]]:
+) -> Iterator[tuple[_Branch, list[Range], int]]:
     """Decides which rows of a chain, from `first_key` on, the chains below its branches share.
 
     The part that saves most is shared first: keys up to a branch, for it and all deeper ones. Both sides of it go on:
@@ -194,7 +168,7 @@ def _branches(blocks: BlockTree) -> list[list[_Branch]]:
     """Branches of every chain, in row order: the deepest first."""
     start = blocks.own_start_C1.tolist()
     parent_row = blocks.parent_row_C.tolist()
-    parent = (np.searchsorted(blocks.own_start_C1, blocks.parent_row_C, side="right") - 1).tolist()
+    parent = blocks.parent_C.tolist()
     stop, below = start[1:], [1] * blocks.num_chains
     for chain in range(blocks.num_chains - 1, -1, -1):
         if parent_row[chain] >= 0:
@@ -211,52 +185,3 @@ def _branches(blocks: BlockTree) -> list[list[_Branch]]:
         branches[-1].members.append(chain)
         branches[-1].chains += below[chain]
     return branches_C
-
-
-def _capped(sequences: Iterable[_Sequence], device: torch.device, *, causal: bool) -> Iterator[BackwardCall]:
-    """Calls of as many sequences as the cap allows."""
-    part: list[_Sequence] = []
-    keys = 0
-    for sequence in sequences:
-        length = sum(stop - start for start, stop in sequence[1])
-        if part and keys + length > KEY_CAP:
-            yield _call(part, device, causal=causal)
-            part, keys = [], 0
-        part.append(sequence)
-        keys += length
-    yield _call(part, device, causal=causal)
-
-
-def _call(sequences: Sequence[_Sequence], device: torch.device, *, causal: bool) -> BackwardCall:
-    query_lengths = tuple(stop - start for (start, stop), _ in sequences)
-    key_lengths = tuple(sum(stop - start for start, stop in keys) for _, keys in sequences)
-    return BackwardCall(
-        queries=_rows([queries for queries, _ in sequences], device),
-        keys=_rows([each for _, keys in sequences for each in keys], device),
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        cu_queries_C1=_cumulative(query_lengths, device),
-        cu_keys_C1=_cumulative(key_lengths, device),
-        causal=causal,
-    )
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """The range that ranges join to, if they do."""
-    return (ranges[0][0], ranges[-1][1]) if all(before[1] == after[0] for before, after in pairwise(ranges)) else None
-
-
-def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
-    """One range where the ranges join, else their rows, counted on the device."""
-    joined = _joined(ranges)
-    if joined is not None:
-        return slice(*joined)
-    start, stop = np.array(ranges, dtype=np.int64).T
-    length = stop - start
-    shift = send(torch.from_numpy(np.stack([start - (np.cumsum(length) - length), length])), device)
-    total = int(length.sum())
-    return torch.repeat_interleave(shift[0], shift[1], output_size=total) + torch.arange(total, device=device)
-
-
-def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return send(torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)), device)

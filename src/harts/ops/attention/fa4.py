@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harts.layout import KeyGroup
-from harts.ops.attention.branches import BackwardCall
+from harts.ops.attention.calls import Call
+from harts.ops.attention.pages import KeyPages
 
 __all__ = ["FlashAttention4", "has_fa4"]
 
@@ -55,13 +55,12 @@ class FlashAttention4:
                 f"pip install 'flash-attn-4=={_TESTED}', or choose impl='varlen'"
             )
         self.interface = interface
+        self.paged = _Paged.of(interface, q_THD, v_TGV)
 
-    def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, group: KeyGroup, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """See `VarlenKernel`."""
         out_QHV, lse_HQ, *_ = self.interface._flash_attn_fwd(
-            q_QHD, k_KGD, v_KGV, softmax_scale=scale, causal=True, return_lse=True, num_splits=1, **_lengths(group)
+            q_QHD, k_KGD, v_KGV, softmax_scale=scale, causal=True, return_lse=True, num_splits=1, **_lengths(call)
         )
         return out_QHV, lse_HQ
 
@@ -73,27 +72,66 @@ class FlashAttention4:
         v_KGV: Tensor,
         out_QHV: Tensor,
         lse_HQ: Tensor,
-        call: BackwardCall,
+        call: Call,
         scale: float,
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
         """See `VarlenKernel`."""
-        grad_q, grad_k, grad_v = self.interface._flash_attn_bwd(
+        grad_q, grad_k, grad_v = into
+        self.interface._flash_attn_bwd(
             q_QHD,
             k_KGD,
             v_KGV,
             out_QHV,
-            grad_QHV.contiguous(),
+            grad_QHV,
             lse_HQ,
             softmax_scale=scale,
             causal=call.causal,
             deterministic=deterministic,
+            dq=grad_q,
+            dk=grad_k,
+            dv=grad_v,
             **_lengths(call),
         )
-        return grad_q, grad_k, grad_v
 
 
-def _lengths(call: KeyGroup | BackwardCall) -> dict[str, Any]:
+class _Paged:
+    """A `harts.ops.attention.paths.PagedForward`."""
+
+    def __init__(self, interface: Any, page_rows: int) -> None:
+        self.interface, self.page_rows = interface, page_rows
+
+    @staticmethod
+    def of(interface: Any, q_THD: Tensor, v_TGV: Tensor) -> "_Paged | None":
+        """On Hopper, where a page can be a tile of the kernel; on other GPUs it was never tried."""
+        tile_size = getattr(interface, "_tile_size_fwd_sm90", None)
+        if tile_size is None or torch.cuda.get_device_capability(q_THD.device)[0] != 9:
+            return None
+        return _Paged(interface, tile_size(q_THD.shape[-1], v_TGV.shape[-1], True, False).n_block_size)
+
+    def __call__(
+        self, q_THD: Tensor, k_PRGD: Tensor, v_PRGV: Tensor, pages: KeyPages, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `PagedForward`."""
+        out_THV, lse_HT, *_ = self.interface._flash_attn_fwd(
+            q_THD,
+            k_PRGD,
+            v_PRGV,
+            softmax_scale=scale,
+            causal=True,
+            return_lse=True,
+            num_splits=1,
+            cu_seqlens_q=pages.cu_queries_C1,
+            seqused_k=pages.key_length_C,
+            page_table=pages.first_row_CP,
+            max_seqlen_q=max(pages.query_lengths),
+            max_seqlen_k=max(pages.key_lengths),
+        )
+        return out_THV, lse_HT
+
+
+def _lengths(call: Call) -> dict[str, Any]:
     return {
         "cu_seqlens_q": call.cu_queries_C1,
         "cu_seqlens_k": call.cu_keys_C1,

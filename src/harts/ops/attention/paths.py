@@ -1,37 +1,56 @@
 """Tree attention by a varlen flash kernel.
 
-Forward: queries are a chain's own rows, keys and values its path, gathered, so that a row meets the same keys in the
-same tiles as in a batch of separate rows and has the same bits. Chains run group by group (`KeyGroup`), so that never
-more than a group's keys and values exist. Groups of root chains need no gather.
+Forward: queries are a chain's own rows, keys and values its path, so that a row meets the same keys in the same tiles
+as in a batch of separate rows and has the same bits. Where the kernel reads keys by pages (`pages`), all chains are one
+call and read them where they lie; else paths are gathered, call by call, so that never more than a call's keys and
+values exist. Root chains need neither.
 
 Backward: a row's gradient is a sum over what it sees, so it may be cut differently (`branches`): keys shared by many
 chains are read once for all queries below them. What the calls give adds up in a fixed order, in fp32.
 
-Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K keys of a call, Q its queries.
+Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K keys of a call, Q its queries, P pages of R
+rows.
 """
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from harts.layout import KeyGroup, PackedTree
-from harts.ops.attention.branches import BackwardCall, BackwardPlan, Rows, Stage, plan_backward
+from harts.layout import PackedTree
+from harts.ops.attention.branches import BackwardPlan, Stage, plan_backward
+from harts.ops.attention.calls import Call, Rows, forward_calls, take
 from harts.ops.attention.kept import Phase, computed_once, current_phase
+from harts.ops.attention.pages import KeyPages, key_pages
 from harts.ops.rows import group_rows, segment_sum
 
-__all__ = ["VarlenKernel", "attend_paths"]
+__all__ = ["PagedForward", "VarlenKernel", "attend_paths"]
+
+
+class PagedForward(Protocol):
+    """A forward that reads keys page by page."""
+
+    page_rows: int
+    """Rows of a page: a tile of the kernel."""
+
+    def __call__(
+        self, q_THD: Tensor, k_PRGD: Tensor, v_PRGV: Tensor, pages: KeyPages, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs [T, H, V] and log-sum-exps [H, T] of all chains."""
+        ...
 
 
 class VarlenKernel(Protocol):
-    """A flash kernel over sequences of a group, bottom-right causal; `harts.ops.attention.fa4` and `.varlen`."""
+    """A flash kernel over sequences of a call; `harts.ops.attention.fa4` and `.varlen`."""
 
-    def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, group: KeyGroup, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs [Q, H, V] and log-sum-exps [H, Q]."""
+    @property
+    def paged(self) -> PagedForward | None:
+        """The forward over pages, where the kernel has one."""
+        ...
+
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+        """Outputs [Q, H, V] and log-sum-exps [H, Q] of a causal call."""
         ...
 
     def backward(
@@ -42,11 +61,12 @@ class VarlenKernel(Protocol):
         v_KGV: Tensor,
         out_QHV: Tensor,
         lse_HQ: Tensor,
-        call: BackwardCall,
+        call: Call,
         scale: float,
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v that pass through these keys; outputs and log-sum-exps are those over all keys."""
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Writes gradients of q, k and v that pass through these keys; outputs and log-sum-exps are those over all."""
         ...
 
 
@@ -81,13 +101,7 @@ class _AttendPaths(torch.autograd.Function):
         phase: Phase | None,
     ) -> Tensor:
         def compute() -> tuple[Tensor, ...]:
-            outs, lses = [], []
-            for group, rows in _groups(packed):
-                k_KGD, v_KGV = _keys(k_TGD, group), _keys(v_TGV, group)
-                out_QHV, lse_HQ = kernel.forward(q_THD[rows], k_KGD, v_KGV, group, scale)
-                outs.append(out_QHV)
-                lses.append(lse_HQ)
-            return (outs[0] if len(outs) == 1 else torch.cat(outs), *lses)
+            return _forward(q_THD, k_TGD, v_TGV, packed, scale, kernel)
 
         out_THV, *lses = computed_once(compute, phase)
         ctx.save_for_backward(q_THD, k_TGD, v_TGV, out_THV, *lses)
@@ -100,71 +114,104 @@ class _AttendPaths(torch.autograd.Function):
         q_THD, k_TGD, v_TGV, out_THV, *lses = ctx.saved_tensors
         lse_HT = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
         plan = plan_backward(ctx.packed)
-        grad_q, total_k, total_v = [], _KeySum(k_TGD, plan), _KeySum(v_TGV, plan)
+        total_q, total_k, total_v = _QuerySum(q_THD, plan), _KeySum(k_TGD, plan), _KeySum(v_TGV, plan)
         for stage in plan.stages:
-            parts = [
+            total_k.start(stage)
+            total_v.start(stage)
+            for call in stage.calls:
                 ctx.kernel.backward(
-                    _take(grad_THV, call.queries),
-                    _take(q_THD, call.queries),
-                    _take(k_TGD, call.keys),
-                    _take(v_TGV, call.keys),
-                    _take(out_THV, call.queries),
-                    _take(lse_HT, call.queries, dim=1).contiguous(),
+                    take(grad_THV, call.queries).contiguous(),
+                    take(q_THD, call.queries),
+                    take(k_TGD, call.keys),
+                    take(v_TGV, call.keys),
+                    take(out_THV, call.queries),
+                    take(lse_HT, call.queries, dim=1).contiguous(),
                     call,
                     ctx.scale,
                     ctx.deterministic,
+                    (total_q.part(call), total_k.part(call), total_v.part(call)),
                 )
-                for call in stage.calls
-            ]
-            queries, keys, values = (list(each) for each in zip(*parts, strict=True))
-            grad_q += queries
-            total_k.add(keys, stage)
-            total_v.add(values, stage)
-            del parts, keys, values  # before the next stage needs room
-        grad_THD = _sum_rows(grad_q, plan.queries, len(q_THD))
-        return grad_THD, total_k.total, total_v.total, *[None] * 5
+            total_k.finish(stage)
+            total_v.finish(stage)
+        return total_q.total(), total_k.total(), total_v.total(), *[None] * 5
 
 
-def _groups(packed: PackedTree) -> Iterator[tuple[KeyGroup, slice]]:
-    for group in packed.key_groups:
-        yield group, slice(group.row_start, group.row_stop)
+def _forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, kernel: VarlenKernel
+) -> tuple[Tensor, ...]:
+    """Outputs, and log-sum-exps of one or several calls."""
+    if kernel.paged is not None and packed.blocks.parent_C.max() >= 0:
+        pages = key_pages(packed, kernel.paged.page_rows)
+        return kernel.paged(q_THD, pages.view(k_TGD), pages.view(v_TGV), pages, scale)
+    outs, lses = [], []
+    for call in forward_calls(packed):
+        q_QHD, k_KGD, v_KGV = take(q_THD, call.queries), take(k_TGD, call.keys), take(v_TGV, call.keys)
+        out_QHV, lse_HQ = kernel.forward(q_QHD, k_KGD, v_KGV, call, scale)
+        outs.append(out_QHV)
+        lses.append(lse_HQ)
+    return (outs[0] if len(outs) == 1 else torch.cat(outs), *lses)
 
 
-def _keys(x_TGD: Tensor, group: KeyGroup) -> Tensor:
-    if group.key_row_K is None:
-        return x_TGD[group.row_start : group.row_stop]
-    return x_TGD.index_select(0, group.key_row_K)
+class _Parts:
+    """Room for what several calls give, one after the other."""
+
+    def __init__(self, like: Tensor, rows: int) -> None:
+        self.values, self.filled = like.new_empty(rows, *like.shape[1:]), 0
+
+    def next(self, rows: int) -> Tensor:
+        """Where the next rows go."""
+        self.filled += rows
+        return self.values[self.filled - rows : self.filled]
 
 
-def _take(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
-    if isinstance(rows, Tensor):
-        return x.index_select(dim, rows)
-    return x.narrow(dim, rows.start, rows.stop - rows.start)
-
-
-def _sum_rows(parts: list[Tensor], rows: Rows, num_rows: int, out: Tensor | None = None) -> Tensor:
+def _add_up(parts: _Parts, rows: Rows, num_rows: int, out: Tensor | None = None) -> Tensor:
     """Gradients of rows, those of one row added up."""
-    values = parts[0] if len(parts) == 1 else torch.cat(parts)
+    assert parts.filled == len(parts.values), "every call has written its part"
     if isinstance(rows, slice):
-        return values if out is None else out.add_(values)
-    return segment_sum(values, group_rows(rows, num_rows), out=out)
+        return parts.values if out is None else out.add_(parts.values)
+    return segment_sum(parts.values, group_rows(rows, num_rows), out=out)
+
+
+class _QuerySum:
+    """Gradients of queries: of all calls, then added up."""
+
+    def __init__(self, q_THD: Tensor, plan: BackwardPlan) -> None:
+        self.rows, self.num_rows = plan.queries, len(q_THD)
+        lengths = [sum(call.query_lengths) for stage in plan.stages for call in stage.calls]
+        self.parts = _Parts(q_THD, sum(lengths))
+
+    def part(self, call: Call) -> Tensor:
+        """Where a call writes."""
+        return self.parts.next(sum(call.query_lengths))
+
+    def total(self) -> Tensor:
+        """The sums."""
+        return _add_up(self.parts, self.rows, self.num_rows)
 
 
 class _KeySum:
     """Gradients of keys or values, stage after stage, in fp32 (fp64 for fp64) where there are several."""
 
     def __init__(self, x_TGX: Tensor, plan: BackwardPlan) -> None:
-        self.x_TGX, self.stages = x_TGX, len(plan.stages)
+        self.x_TGX = x_TGX
         self.sum: Tensor | None = None
-        if self.stages > 1:
+        if len(plan.stages) > 1:
             sum_dtype = torch.promote_types(x_TGX.dtype, torch.float32)
             self.sum = torch.zeros(x_TGX.shape, dtype=sum_dtype, device=x_TGX.device)
 
-    def add(self, parts: list[Tensor], stage: Stage) -> None:
-        """Adds what the calls of a stage gave."""
-        self.sum = _sum_rows(parts, stage.keys, len(self.x_TGX), self.sum)
+    def start(self, stage: Stage) -> None:
+        """Makes room for the calls of a stage."""
+        self.parts = _Parts(self.x_TGX, sum(sum(call.key_lengths) for call in stage.calls))
 
-    @property
+    def part(self, call: Call) -> Tensor:
+        """Where a call writes."""
+        return self.parts.next(sum(call.key_lengths))
+
+    def finish(self, stage: Stage) -> None:
+        """Adds what the calls of a stage gave, and gives the room back."""
+        self.sum = _add_up(self.parts, stage.keys, len(self.x_TGX), self.sum)
+        del self.parts
+
     def total(self) -> Tensor:
         """The sums, in the dtype of the rows."""
         assert self.sum is not None, "a layout has at least one stage"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from harts.layout import KeyGroup, PackedTree
+from harts.layout import PackedTree
+from harts.ops.attention.calls import Call, forward_calls, take
 
 __all__ = ["attention_reference"]
 
@@ -19,25 +20,20 @@ _TILE = 512
 
 def attention_reference(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float) -> Tensor:
     """See `harts.ops.attention`; works in the dtype of the inputs."""
-    rows = [group.row_stop - group.row_start for group in packed.key_groups]
-    groups = zip(
-        packed.key_groups, torch.split(q_THD, rows), torch.split(k_TGD, rows), torch.split(v_TGV, rows), strict=True
-    )
     out: list[Tensor] = []
-    for group, q, k, v in groups:
-        if group.key_row_K is not None:
-            k, v = k_TGD.index_select(0, group.key_row_K), v_TGV.index_select(0, group.key_row_K)
-        out.extend(_group_attention(q, k, v, group, scale))
+    for call in forward_calls(packed):
+        q, k, v = take(q_THD, call.queries), take(k_TGD, call.keys), take(v_TGV, call.keys)
+        out.extend(_call_attention(q, k, v, call, scale))
     return torch.cat(out)
 
 
-def _group_attention(q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, group: KeyGroup, scale: float) -> list[Tensor]:
-    """Outputs of the group's chains, tile by tile, in row order."""
+def _call_attention(q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, scale: float) -> list[Tensor]:
+    """Outputs of the call's chains, tile by tile, in row order."""
     out: list[Tensor] = []
     chains = zip(
-        torch.split(q_QHD, list(group.query_lengths)),
-        torch.split(k_KGD, list(group.key_lengths)),
-        torch.split(v_KGV, list(group.key_lengths)),
+        torch.split(q_QHD, list(call.query_lengths)),
+        torch.split(k_KGD, list(call.key_lengths)),
+        torch.split(v_KGV, list(call.key_lengths)),
         strict=True,
     )
     for q, k, v in chains:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harts.layout import KeyGroup
-from harts.ops.attention.branches import BackwardCall
+from harts.ops.attention.calls import Call
 
 __all__ = ["TorchVarlen"]
 
@@ -25,6 +24,8 @@ class TorchVarlen:
         ValueError: tensors are not on a CUDA device, of another dtype than fp16 or bf16, or of a head size over 256 or
             none of 8's multiples.
     """
+
+    paged = None
 
     def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
         if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
@@ -44,18 +45,16 @@ class TorchVarlen:
         splits = any(argument.name == "num_splits" for argument in schema.arguments)
         self.one_split = {"num_splits": 1} if splits else {}
 
-    def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, group: KeyGroup, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """See `VarlenKernel`."""
         out_QHV, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
             q_QHD,
             k_KGD,
             v_KGV,
-            group.cu_queries_C1,
-            group.cu_keys_C1,
-            max(group.query_lengths),
-            max(group.key_lengths),
+            call.cu_queries_C1,
+            call.cu_keys_C1,
+            max(call.query_lengths),
+            max(call.key_lengths),
             0.0,
             True,
             False,
@@ -72,15 +71,16 @@ class TorchVarlen:
         v_KGV: Tensor,
         out_QHV: Tensor,
         lse_HQ: Tensor,
-        call: BackwardCall,
+        call: Call,
         scale: float,
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
         """See `VarlenKernel`."""
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)  # read by dropout alone
         with _deterministic(deterministic):
-            grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-                grad_QHV.contiguous(),
+            grads = torch.ops.aten._flash_attention_backward(
+                grad_QHV,
                 q_QHD,
                 k_KGD,
                 v_KGV,
@@ -96,7 +96,8 @@ class TorchVarlen:
                 torch.empty(0, device=q_QHD.device),
                 scale=scale,
             )
-        return grads
+        for part, grad in zip(into, grads, strict=True):
+            part.copy_(grad)
 
 
 @contextmanager

@@ -1,0 +1,126 @@
+"""Calls of a varlen kernel: which rows are its queries, and which rows each sequence of them sees.
+
+Shape suffixes: C sequences; a suffix 1 is one more entry.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harts.blocks import BlockTree
+from harts.layout import PackedTree
+from harts.transfer import send
+
+__all__ = ["Call", "Range", "Rows", "Sequences", "capped_calls", "cumulative", "forward_calls", "joined", "take"]
+
+Rows = slice | Tensor
+"""Rows of a call: a range, or int64 indices."""
+
+Range = tuple[int, int]
+"""First row, and the row behind the last one."""
+
+Sequences = Iterable[tuple[Range, list[Range]]]
+"""Ranges of queries, each with the ranges of keys that it sees."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Sequences of one call of a varlen kernel.
+
+    Attributes:
+        queries, keys: their rows.
+        query_lengths, key_lengths: per sequence, host side.
+        cu_queries_C1, cu_keys_C1: int32 cumulative lengths.
+        causal: queries are the last of their keys, and see those up to themselves; else every query sees every key.
+    """
+
+    queries: Rows
+    keys: Rows
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    cu_queries_C1: Tensor
+    cu_keys_C1: Tensor
+    causal: bool
+
+
+_FORWARD: "WeakKeyDictionary[PackedTree, tuple[Call, ...]]" = WeakKeyDictionary()
+
+
+def forward_calls(packed: PackedTree) -> tuple[Call, ...]:
+    """Chains with their whole paths, in row order, under the layout's cap of keys; kept as long as the layout lives."""
+    if packed not in _FORWARD:
+        paths = _chain_paths(packed.blocks)
+        _FORWARD[packed] = tuple(capped_calls(paths, packed.key_cap, packed.device, causal=True))
+    return _FORWARD[packed]
+
+
+def _chain_paths(blocks: BlockTree) -> Iterator[tuple[Range, list[Range]]]:
+    above_C: list[list[Range]] = []
+    start_C = blocks.own_start_C1.tolist()
+    for own, parent, parent_row in zip(
+        pairwise(start_C), blocks.parent_C.tolist(), blocks.parent_row_C.tolist(), strict=True
+    ):
+        above_C.append([*above_C[parent], (start_C[parent], parent_row + 1)] if parent >= 0 else [])
+        yield own, [*above_C[-1], own]
+
+
+def capped_calls(sequences: Sequences, key_cap: int, device: torch.device, *, causal: bool) -> Iterator[Call]:
+    """Calls of as many sequences as the cap allows; a single sequence may have more keys."""
+    part: list[tuple[Range, list[Range]]] = []
+    keys = 0
+    for sequence in sequences:
+        length = sum(stop - start for start, stop in sequence[1])
+        if part and keys + length > key_cap:
+            yield _call(part, device, causal=causal)
+            part, keys = [], 0
+        part.append(sequence)
+        keys += length
+    yield _call(part, device, causal=causal)
+
+
+def _call(sequences: Sequence[tuple[Range, list[Range]]], device: torch.device, *, causal: bool) -> Call:
+    query_lengths = tuple(stop - start for (start, stop), _ in sequences)
+    key_lengths = tuple(sum(stop - start for start, stop in keys) for _, keys in sequences)
+    return Call(
+        queries=_rows([queries for queries, _ in sequences], device),
+        keys=_rows([each for _, keys in sequences for each in keys], device),
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        cu_queries_C1=cumulative(query_lengths, device),
+        cu_keys_C1=cumulative(key_lengths, device),
+        causal=causal,
+    )
+
+
+def take(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
+    """Rows of a tensor: a view of a range, else gathered."""
+    if isinstance(rows, Tensor):
+        return x.index_select(dim, rows)
+    return x.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def joined(ranges: Sequence[Range]) -> Range | None:
+    """The range that ranges join to, if they do."""
+    return (ranges[0][0], ranges[-1][1]) if all(before[1] == after[0] for before, after in pairwise(ranges)) else None
+
+
+def _rows(ranges: Sequence[Range], device: torch.device) -> Rows:
+    """One range where the ranges join, else their rows, counted on the device."""
+    whole = joined(ranges)
+    if whole is not None:
+        return slice(*whole)
+    start, stop = np.array(ranges, dtype=np.int64).T
+    length = stop - start
+    shift = send(torch.from_numpy(np.stack([start - (np.cumsum(length) - length), length])), device)
+    total = int(length.sum())
+    return torch.repeat_interleave(shift[0], shift[1], output_size=total) + torch.arange(total, device=device)
+
+
+def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int32 [C+1]: where each sequence starts, and the end."""
+    return send(torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)), device)

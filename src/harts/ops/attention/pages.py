@@ -1,0 +1,106 @@
+"""Paths as pages of keys, for kernels that read keys page by page: nothing is gathered for each chain.
+
+A page is as many rows as a kernel reads at once, a tile. A tile of a path whose rows follow each other is a page where
+they lie, at whatever row it starts: pages overlap, one starts at every row. A tile in which a path goes from one chain
+to another is copied behind the rows of the tree; chains below read the same copy. Each chain has at most one such tile
+of its own. A tile has the same rows in the same places as in a batch of separate rows, so results have the same bits.
+
+Shape suffixes: T rows, C chains, P pages of the longest path, X copied rows.
+"""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from harts.blocks import BlockTree
+from harts.layout import PackedTree
+from harts.ops.attention.calls import cumulative
+from harts.transfer import send
+
+__all__ = ["KeyPages", "key_pages"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPages:
+    """The pages of every chain's path.
+
+    Attributes:
+        page_rows: rows of a page.
+        copied_X: int64 [X], rows that are copied behind the tree's rows, page after page.
+        first_row_CP: int32 [C, P], the first row of every page of a chain's path, among rows and copies; 0 behind its
+            last page.
+        query_lengths, key_lengths: own rows and path length of each chain, host side.
+        cu_queries_C1, key_length_C: int32, cumulative own rows, and path lengths.
+    """
+
+    page_rows: int
+    copied_X: Tensor
+    first_row_CP: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    cu_queries_C1: Tensor
+    key_length_C: Tensor
+
+    def view(self, x_TGX: Tensor) -> Tensor:
+        """Keys or values [T, G, D] as pages [pages, page_rows, G, D], one for every row and copy: views that overlap.
+
+        What lies behind the last copy, and may be read as part of a page but is never seen, is zero.
+        """
+        rows, copied = len(x_TGX), len(self.copied_X)
+        filled = x_TGX.new_empty(rows + copied + self.page_rows - 1, *x_TGX.shape[1:])
+        filled[:rows] = x_TGX
+        torch.index_select(x_TGX, 0, self.copied_X, out=filled[rows : rows + copied])
+        filled[rows + copied :] = 0
+        return filled.unfold(0, self.page_rows, 1).movedim(-1, 1)
+
+
+_PAGES: "WeakKeyDictionary[PackedTree, dict[int, KeyPages]]" = WeakKeyDictionary()
+
+
+def key_pages(packed: PackedTree, page_rows: int) -> KeyPages:
+    """The pages of a layout's paths; kept as long as the layout lives."""
+    kept = _PAGES.setdefault(packed, {})
+    if page_rows not in kept:
+        copied_X, first_row_CP = _lay_pages(packed.blocks, page_rows)
+        query_lengths = tuple(np.diff(packed.blocks.own_start_C1).tolist())
+        lengths = packed.blocks.length_C
+        kept[page_rows] = KeyPages(
+            page_rows=page_rows,
+            copied_X=send(torch.from_numpy(copied_X), packed.device),
+            first_row_CP=send(torch.from_numpy(first_row_CP.astype(np.int32)), packed.device),
+            query_lengths=query_lengths,
+            key_lengths=tuple(lengths.tolist()),
+            cu_queries_C1=cumulative(query_lengths, packed.device),
+            key_length_C=send(torch.from_numpy(lengths.astype(np.int32)), packed.device),
+        )
+    return kept[page_rows]
+
+
+def _lay_pages(blocks: BlockTree, page_rows: int) -> tuple[Ints, Ints]:
+    """Copied rows, and the first row of every page of every chain."""
+    first_row_CP = np.zeros((blocks.num_chains, -(-int(blocks.length_C.max()) // page_rows)), np.int64)
+    copies: list[Ints] = []
+    chains = zip(*(x.tolist() for x in (blocks.own_start_C1[:-1], blocks.first_depth_C, blocks.length_C)), strict=True)
+    for chain, (start, depth, length) in enumerate(chains):
+        pages, (page, above) = first_row_CP[chain], divmod(depth, page_rows)
+        if depth:
+            theirs = first_row_CP[blocks.parent_C[chain]]
+            pages[:page] = theirs[:page]
+        if above:  # rows of the page that lie above the chain
+            at = int(theirs[page]) - blocks.num_rows
+            page_of_rows = np.full(page_rows, start, np.int64)
+            page_of_rows[:above] = copies[at // page_rows][:above] if at >= 0 else theirs[page] + np.arange(above)
+            own = min(length - depth, page_rows - above)
+            page_of_rows[above : above + own] = start + np.arange(own)
+            pages[page] = blocks.num_rows + page_rows * len(copies)
+            copies.append(page_of_rows)
+            page += 1
+        last = -(-length // page_rows)
+        pages[page:last] = start - depth + page_rows * np.arange(page, last)
+    return np.concatenate([*copies, np.empty(0, np.int64)]), first_row_CP
