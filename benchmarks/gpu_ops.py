@@ -191,7 +191,7 @@ def attend_backward(packed: PackedTree) -> Iterator[dict[str, Any]]:
     inputs = [draw(rows, 16, 256), draw(rows, 4, 256), draw(rows, 4, 256)]
     pairs = int((packed.position_T + 1).sum())
     try:
-        for branches.QUERY_COST in (0.0, 1.2, 2.4, 4.8, float("inf")):
+        for branches.QUERY_COST in (0.0, 0.6, 1.2, 2.4, float("inf")):
             fresh = dataclasses.replace(packed)  # plans are kept per layout
             calls = [call for stage in branches.plan_backward(fresh).stages for call in stage.calls]
             op = lambda *x, fresh=fresh: attention(*x, fresh, scale=256**-0.5, impl=default_impl())  # noqa: E731

@@ -45,31 +45,32 @@ class PlainPaged:
 class PlainKernel:
     """What a flash kernel computes, from the definition; its backward takes sums over all keys from the forward."""
 
-    def __init__(self, page_rows: int | None = None) -> None:
+    def __init__(self, page_rows: int | None = None, *, leaves_gaps: bool = False) -> None:
         self.paged = None if page_rows is None else PlainPaged(page_rows)
+        self.leaves_gaps = leaves_gaps
 
     def forward(self, q, k, v, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         parts = [attend(*path, scale) for path in paths(q, k, v, call)]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
 
     def backward(self, grad, q, k, v, out, lse, call: Call, scale: float, deterministic: bool, into) -> None:
-        grads = [x.zero_() for x in into]
+        grads = [into[0].fill_(torch.nan), *(x.zero_() for x in into[1:])]
         repeats = q.shape[1] // k.shape[1]
         parts = zip(
             paths(q, k, v, call),
-            grad.split(list(call.query_lengths)),
-            out.split(list(call.query_lengths)),
-            lse.split(list(call.query_lengths), 1),
+            queries_of(grad, call),
+            queries_of(out, call),
+            queries_of(lse.T, call),
             paths(*grads, call),
             strict=True,
         )
         for (qs, ks, vs), do, o, row_lse, (dq, dk, dv) in parts:
             ks, vs = ks.repeat_interleave(repeats, 1), vs.repeat_interleave(repeats, 1)
-            p = (torch.einsum("qhd,khd->hqk", qs, ks) * scale - row_lse.unsqueeze(-1)).exp()
+            p = (torch.einsum("qhd,khd->hqk", qs, ks) * scale - row_lse.T.unsqueeze(-1)).exp()
             if call.causal:
                 p = p.tril(len(ks) - len(qs))
             ds = p * (torch.einsum("qhv,khv->hqk", do, vs) - (do * o).sum(-1).T.unsqueeze(-1)) * scale
-            dq += torch.einsum("hqk,khd->qhd", ds, ks)
+            dq.copy_(torch.einsum("hqk,khd->qhd", ds, ks))
             dk += torch.einsum("hqk,qhd->khd", ds, qs).unflatten(1, (-1, repeats)).sum(2)
             dv += torch.einsum("hqk,qhv->khv", p, do).unflatten(1, (-1, repeats)).sum(2)
 
@@ -86,8 +87,14 @@ def attend(q_path: Tensor, k_path: Tensor, v_path: Tensor, scale: float) -> tupl
 
 def paths(q: Tensor, k: Tensor, v: Tensor, call: Call):
     """Views of the sequences of a call."""
-    queries, keys = list(call.query_lengths), list(call.key_lengths)
-    return zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    keys = list(call.key_lengths)
+    return zip(queries_of(q, call), k.split(keys), v.split(keys), strict=True)
+
+
+def queries_of(x: Tensor, call: Call) -> list[Tensor]:
+    """Views of the queries of each sequence."""
+    starts = call.cu_queries_C1[:-1].tolist()
+    return [x[start : start + length] for start, length in zip(starts, call.query_lengths, strict=True)]
 
 
 def inputs_of(packed: PackedTree, size: int = 8, heads: int = 4) -> list[Tensor]:
@@ -97,11 +104,13 @@ def inputs_of(packed: PackedTree, size: int = 8, heads: int = 4) -> list[Tensor]
 
 def check_paths(packed: PackedTree, page_rows: int | None = None, *, truth: PackedTree | None = None) -> None:
     """Outputs and gradients, by branches or by paths, whichever the layout takes."""
-    assert_kernel_law(
-        lambda *x: attend_paths(*x, packed, 0.3, PlainKernel(page_rows), False),
-        lambda *x: attention(*x, truth or packed, scale=0.3),
-        inputs_of(packed),
-    )
+    for leaves_gaps in (False, True):
+        kernel = PlainKernel(page_rows, leaves_gaps=leaves_gaps)
+        assert_kernel_law(
+            lambda *x, kernel=kernel: attend_paths(*x, packed, 0.3, kernel, False),
+            lambda *x: attention(*x, truth or packed, scale=0.3),
+            inputs_of(packed),
+        )
 
 
 def share_much(patch: pytest.MonkeyPatch, query_cost: float = 0.0) -> None:
@@ -228,15 +237,16 @@ def test_law_fails_when_a_chain_sees_another_path(page_rows: int | None) -> None
         check_paths(packed, page_rows, truth=pack(packed.tree, device=DEVICE))
 
 
+@pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("query_cost", QUERY_COSTS)
 @pytest.mark.parametrize("key_cap", [1, 40, 100_000])
 @pytest.mark.parametrize("shape", AWKWARD)
 def test_backward_covers_every_visible_pair_once(
-    shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch
+    shape: str, key_cap: int, query_cost: float, gaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_much(monkeypatch, query_cost)
     packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap)
-    plan = plan_backward(packed)
+    plan = plan_backward(packed, gaps=gaps)
     calls = [call for stage in plan.stages for call in stage.calls]
     pairs = 0
     for call in calls:
@@ -245,10 +255,14 @@ def test_backward_covers_every_visible_pair_once(
         assert len(call.key_lengths) == 1 or sum(call.key_lengths) <= key_cap
     assert pairs == int((packed.position_T + 1).sum())
     rows = torch.arange(packed.num_rows)
-    for call in calls:
-        assert len(rows[call.queries].unique()) == sum(call.query_lengths)  # no query twice in a call
+    used = [torch.cat(queries_of(rows[call.queries], call)) for call in calls]
+    for call, queries in zip(calls, used, strict=True):
+        assert len(queries.unique()) == sum(call.query_lengths)  # no query twice in a call
+        assert sum(call.query_lengths) <= call.num_queries <= (1 + gaps) * sum(call.query_lengths)
+    planned = rows[plan.queries] if isinstance(plan.queries, slice) else plan.queries
+    assert len(planned) == sum(call.num_queries for call in calls)
+    assert torch.equal(planned[planned < packed.num_rows], torch.cat(used))
     queries = sum(sum(call.query_lengths) for call in calls)
-    assert len(rows[plan.queries]) == queries
     for stage in plan.stages:
         keys = sum(sum(call.key_lengths) for call in stage.calls)
         assert len(rows[stage.keys]) == keys
@@ -262,6 +276,20 @@ def plan_of(rows: list[list[int]], monkeypatch: pytest.MonkeyPatch, query_cost: 
     share_much(monkeypatch, query_cost)
     packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
     return [call for stage in plan_backward(packed).stages for call in stage.calls]
+
+
+def test_queries_with_gaps_are_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows below two stems: what lies between them is left out, where it is no more than what is used."""
+    stems = [[1] * 300, [2] * 300]
+    for legs, is_view in ((120, True), (6, False)):
+        rows = [[*stem, *range(10 + leg, 15 + leg)] for stem in stems for leg in range(legs)]
+        share_much(monkeypatch, 2.4)
+        packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)))
+        *_, shared = (call for stage in plan_backward(packed, gaps=True).stages for call in stage.calls)
+        assert len(shared.query_lengths) == 2
+        assert isinstance(shared.queries, slice) == is_view
+        assert (shared.used_queries_C is not None) == is_view
+        check_paths(packed)
 
 
 def test_backward_shares_a_stem(monkeypatch: pytest.MonkeyPatch) -> None:

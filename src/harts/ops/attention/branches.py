@@ -53,7 +53,7 @@ class BackwardPlan:
 
     Attributes:
         stages: chains with the keys that are gathered for them, then what chains share, level by level.
-        queries: rows of the queries of all calls; a range only if these are all rows, each once.
+        queries: rows of the queries of all calls, T for a row in a gap; a range only if these are all rows, each once.
     """
 
     stages: tuple[Stage, ...]
@@ -74,26 +74,32 @@ class _Branch:
 _Sequence = tuple[Range, list[Range]]
 """A range of queries, and the ranges of keys that it sees."""
 
-_PLANS: "WeakKeyDictionary[PackedTree, BackwardPlan]" = WeakKeyDictionary()
+_PLANS: "WeakKeyDictionary[PackedTree, dict[bool, BackwardPlan]]" = WeakKeyDictionary()
 
 
-def plan_backward(packed: PackedTree) -> BackwardPlan:
-    """The calls of a layout's backward; kept as long as the layout lives."""
-    if packed not in _PLANS:
-        calls = tuple(_calls(packed))
+def plan_backward(packed: PackedTree, *, gaps: bool = False) -> BackwardPlan:
+    """The calls of a layout's backward; kept as long as the layout lives.
+
+    Args:
+        packed: the layout.
+        gaps: the kernel can leave out rows between sequences; see `harts.ops.attention.calls.capped_calls`.
+    """
+    kept = _PLANS.setdefault(packed, {})
+    if gaps not in kept:
+        calls = tuple(_calls(packed, gaps))
         stages = [Stage(part, _all_rows([call.keys for call in part], packed)) for part in _stages(calls, packed)]
-        _PLANS[packed] = BackwardPlan(tuple(stages), _all_rows([call.queries for call in calls], packed))
-    return _PLANS[packed]
+        kept[gaps] = BackwardPlan(tuple(stages), _query_rows(calls, packed))
+    return kept[gaps]
 
 
 def _stages(calls: Sequence[Call], packed: PackedTree) -> Iterator[tuple[Call, ...]]:
     """As many calls as have no more keys than one call may have, or than there are rows."""
     cap, first, keys = max(packed.key_cap, packed.num_rows), 0, 0
     for at, call in enumerate(calls):
-        if at > first and keys + sum(call.key_lengths) > cap:
+        if at > first and keys + call.num_keys > cap:
             yield tuple(calls[first:at])
             first, keys = at, 0
-        keys += sum(call.key_lengths)
+        keys += call.num_keys
     yield tuple(calls[first:])
 
 
@@ -108,12 +114,29 @@ def _all_rows(parts: Sequence[Rows], packed: PackedTree) -> Rows:
     return torch.cat([rows[part] if isinstance(part, slice) else part for part in parts])
 
 
-def _calls(packed: PackedTree) -> Iterator[Call]:
+def _query_rows(calls: Sequence[Call], packed: PackedTree) -> Rows:
+    """Rows of the queries of several calls, one after the other, T for a row in a gap."""
+    rows = _all_rows([call.queries for call in calls], packed)
+    gaps = [call for call in calls if call.used_queries_C is not None]
+    if not gaps or isinstance(rows, slice):
+        return rows
+    ends = np.cumsum([call.num_queries for call in calls])
+    for call, end in zip(calls, ends.tolist(), strict=True):
+        if call.used_queries_C is not None:
+            part = rows[end - call.num_queries : end]
+            place = torch.arange(len(part), device=part.device)
+            sequence = torch.searchsorted(call.cu_queries_C1, place, right=True) - 1
+            used = place - call.cu_queries_C1[sequence] < call.used_queries_C[sequence]
+            part.masked_fill_(~used, packed.num_rows)
+    return rows
+
+
+def _calls(packed: PackedTree, gaps: bool) -> Iterator[Call]:
     """Chains, then what they share; under the cap."""
     chains, shared = _sequences(packed.blocks)
     yield from capped_calls(chains, packed.key_cap, packed.device, causal=True)
     for level in sorted(shared):
-        yield from capped_calls(sorted(shared[level]), packed.key_cap, packed.device, causal=False)
+        yield from capped_calls(sorted(shared[level]), packed.key_cap, packed.device, causal=False, gaps=gaps)
 
 
 def _sequences(blocks: BlockTree) -> tuple[list[_Sequence], dict[int, list[_Sequence]]]:

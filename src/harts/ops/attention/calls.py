@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from harts.blocks import BlockTree
@@ -35,7 +36,9 @@ class Call:
     Attributes:
         queries, keys: their rows.
         query_lengths, key_lengths: per sequence, host side.
-        cu_queries_C1, cu_keys_C1: int32 cumulative lengths.
+        cu_queries_C1, cu_keys_C1: int32, where each sequence starts, and the end: cumulative lengths.
+        used_queries_C: int32, where the rows of `queries` have gaps between sequences that no sequence uses: their
+            lengths, as `cu_queries_C1` then only says where they start. None where there are no gaps.
         causal: queries are the last of their keys, and see those up to themselves; else every query sees every key.
     """
 
@@ -45,7 +48,20 @@ class Call:
     key_lengths: tuple[int, ...]
     cu_queries_C1: Tensor
     cu_keys_C1: Tensor
+    used_queries_C: Tensor | None
     causal: bool
+
+    @property
+    def num_queries(self) -> int:
+        """Rows of `queries`, those in gaps too."""
+        if self.used_queries_C is None or isinstance(self.queries, Tensor):
+            return sum(self.query_lengths)
+        return int(self.queries.stop - self.queries.start)
+
+    @property
+    def num_keys(self) -> int:
+        """Rows of `keys`."""
+        return sum(self.key_lengths)
 
 
 _FORWARD: "WeakKeyDictionary[PackedTree, tuple[Call, ...]]" = WeakKeyDictionary()
@@ -69,30 +85,45 @@ def _chain_paths(blocks: BlockTree) -> Iterator[tuple[Range, list[Range]]]:
         yield own, [*above_C[-1], own]
 
 
-def capped_calls(sequences: Sequences, key_cap: int, device: torch.device, *, causal: bool) -> Iterator[Call]:
-    """Calls of as many sequences as the cap allows; a single sequence may have more keys."""
+def capped_calls(
+    sequences: Sequences, key_cap: int, device: torch.device, *, causal: bool, gaps: bool = False
+) -> Iterator[Call]:
+    """Calls of as many sequences as the cap allows; a single sequence may have more keys.
+
+    Args:
+        sequences: those of a call have no query in common, and come in row order.
+        key_cap: most keys of a call.
+        device: where the index tensors go.
+        causal: see `Call`.
+        gaps: the kernel can leave rows between sequences out, so that queries are a view where gaps are small.
+    """
     part: list[tuple[Range, list[Range]]] = []
     keys = 0
     for sequence in sequences:
         length = sum(stop - start for start, stop in sequence[1])
         if part and keys + length > key_cap:
-            yield _call(part, device, causal=causal)
+            yield _call(part, device, causal, gaps)
             part, keys = [], 0
         part.append(sequence)
         keys += length
-    yield _call(part, device, causal=causal)
+    yield _call(part, device, causal, gaps)
 
 
-def _call(sequences: Sequence[tuple[Range, list[Range]]], device: torch.device, *, causal: bool) -> Call:
-    query_lengths = tuple(stop - start for (start, stop), _ in sequences)
+def _call(sequences: Sequence[tuple[Range, list[Range]]], device: torch.device, causal: bool, gaps: bool) -> Call:
+    ranges = [queries for queries, _ in sequences]
+    query_lengths = tuple(stop - start for start, stop in ranges)
     key_lengths = tuple(sum(stop - start for start, stop in keys) for _, keys in sequences)
+    first, last = ranges[0][0], ranges[-1][1]
+    view = gaps and joined(ranges) is None and last - first <= 2 * sum(query_lengths)
+    starts = [start - first for start, _ in ranges]
     return Call(
-        queries=_rows([queries for queries, _ in sequences], device),
+        queries=slice(first, last) if view else _rows(ranges, device),
         keys=_rows([each for _, keys in sequences for each in keys], device),
         query_lengths=query_lengths,
         key_lengths=key_lengths,
-        cu_queries_C1=cumulative(query_lengths, device),
+        cu_queries_C1=_int32([*starts, last - first], device) if view else cumulative(query_lengths, device),
         cu_keys_C1=cumulative(key_lengths, device),
+        used_queries_C=_int32(query_lengths, device) if view else None,
         causal=causal,
     )
 
@@ -123,4 +154,8 @@ def _rows(ranges: Sequence[Range], device: torch.device) -> Rows:
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int32 [C+1]: where each sequence starts, and the end."""
-    return send(torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)), device)
+    return _int32(np.append(0, np.cumsum(lengths)), device)
+
+
+def _int32(values: ArrayLike, device: torch.device) -> Tensor:
+    return send(torch.from_numpy(np.asarray(values, np.int32)), device)

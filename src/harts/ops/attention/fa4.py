@@ -31,6 +31,8 @@ class FlashAttention4:
             or bf16.
     """
 
+    leaves_gaps = True
+
     def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
         if not has_fa4():
             raise ImportError(
@@ -92,6 +94,7 @@ class FlashAttention4:
             dq=grad_q,
             dk=grad_k,
             dv=grad_v,
+            seqused_q=call.used_queries_C,
             **_lengths(call),
         )
 

@@ -49,6 +49,11 @@ class VarlenKernel(Protocol):
         """The forward over pages, where the kernel has one."""
         ...
 
+    @property
+    def leaves_gaps(self) -> bool:
+        """Whether the backward can leave out rows between sequences, `Call.used_queries_C`."""
+        ...
+
     def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """Outputs [Q, H, V] and log-sum-exps [H, Q] of a causal call."""
         ...
@@ -66,7 +71,10 @@ class VarlenKernel(Protocol):
         deterministic: bool,
         into: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Writes gradients of q, k and v that pass through these keys; outputs and log-sum-exps are those over all."""
+        """Writes gradients of q, k and v that pass through these keys; outputs and log-sum-exps are those over all.
+
+        Rows of the gradient of q in gaps between sequences may be left as they are.
+        """
         ...
 
 
@@ -113,7 +121,7 @@ class _AttendPaths(torch.autograd.Function):
     def backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGV, out_THV, *lses = ctx.saved_tensors
         lse_HT = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
-        plan = plan_backward(ctx.packed)
+        plan = plan_backward(ctx.packed, gaps=ctx.kernel.leaves_gaps)
         total_q, total_k, total_v = _QuerySum(q_THD, plan), _KeySum(k_TGD, plan), _KeySum(v_TGV, plan)
         for stage in plan.stages:
             total_k.start(stage)
@@ -177,12 +185,11 @@ class _QuerySum:
 
     def __init__(self, q_THD: Tensor, plan: BackwardPlan) -> None:
         self.rows, self.num_rows = plan.queries, len(q_THD)
-        lengths = [sum(call.query_lengths) for stage in plan.stages for call in stage.calls]
-        self.parts = _Parts(q_THD, sum(lengths))
+        self.parts = _Parts(q_THD, sum(call.num_queries for stage in plan.stages for call in stage.calls))
 
     def part(self, call: Call) -> Tensor:
         """Where a call writes."""
-        return self.parts.next(sum(call.query_lengths))
+        return self.parts.next(call.num_queries)
 
     def total(self) -> Tensor:
         """The sums."""
@@ -201,11 +208,11 @@ class _KeySum:
 
     def start(self, stage: Stage) -> None:
         """Makes room for the calls of a stage."""
-        self.parts = _Parts(self.x_TGX, sum(sum(call.key_lengths) for call in stage.calls))
+        self.parts = _Parts(self.x_TGX, sum(call.num_keys for call in stage.calls))
 
     def part(self, call: Call) -> Tensor:
         """Where a call writes."""
-        return self.parts.next(sum(call.key_lengths))
+        return self.parts.next(call.num_keys)
 
     def finish(self, stage: Stage) -> None:
         """Adds what the calls of a stage gave, and gives the room back."""

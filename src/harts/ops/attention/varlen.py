@@ -26,6 +26,7 @@ class TorchVarlen:
     """
 
     paged = None
+    leaves_gaps = False
 
     def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
         if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
