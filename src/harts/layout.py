@@ -8,7 +8,7 @@ temperature). A suffix 1 is one more entry, 64 a block. Index tensors are int64.
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
@@ -112,7 +112,7 @@ class PackedTree(_OnDevice):
     @cached_property
     def row_of_N(self) -> Tensor:
         """int64 [N]: row of each token."""
-        return send(_tensor(self.blocks.row_of_tree_T[self.tree.row_of_N]), self.device)
+        return _place(self.blocks.row_of_tree_T[self.tree.row_of_N], self.device)
 
     @cached_property
     def loss_mask_N(self) -> Tensor:
@@ -153,26 +153,26 @@ def pack(tree: PrefixTree, *, key_cap: int | None = None, device: torch.device |
     parent_T = tree.parent_T[tree_row_T]
     parent_T = np.where(parent_T >= 0, blocks.row_of_tree_T[parent_T], -1)
     head_row_U, temperature_U, head_of_M, token_M, target_of_N = _targets(tree, blocks, parent_T)
-    packed = PackedTree(
+    place = partial(_place, device=device)
+    return PackedTree(
         tree=tree,
         blocks=blocks,
-        token_ids_T=_tensor(tree.token_ids_T[tree_row_T]),
-        position_T=_tensor(tree.depth_T[tree_row_T]),
-        ancestor_3T=_tensor(_ancestors(parent_T)),
-        linear=_linear_layout(blocks, _block_rows(blocks)),
+        token_ids_T=place(tree.token_ids_T[tree_row_T]),
+        position_T=place(tree.depth_T[tree_row_T]),
+        ancestor_3T=_ancestors(place(parent_T), num_rows),
+        linear=_linear_layout(blocks, _block_rows(blocks), device),
         key_cap=key_cap,
-        head_row_U=_tensor(head_row_U),
-        temperature_U=torch.from_numpy(temperature_U),
-        head_of_M=_tensor(head_of_M),
-        token_M=_tensor(token_M),
-        target_of_N=_tensor(target_of_N),
+        head_row_U=place(head_row_U),
+        temperature_U=send(torch.from_numpy(temperature_U), device),
+        head_of_M=place(head_of_M),
+        token_M=place(token_M),
+        target_of_N=place(target_of_N),
     )
-    return packed if torch.device(device).type == "cpu" else packed.to(device)
 
 
-def _tensor(array: NDArray[Any]) -> Tensor:
-    """A contiguous int64 tensor, where possible in the memory of the array, which nobody else keeps."""
-    return torch.from_numpy(np.ascontiguousarray(array, np.int64))
+def _place(array: NDArray[Any], device: torch.device | str) -> Tensor:
+    """An int64 tensor on a device, where possible in the memory of the array, which nobody else keeps."""
+    return send(torch.from_numpy(np.ascontiguousarray(array)), device).long()
 
 
 def _block_rows(blocks: BlockTree) -> Ints:
@@ -192,17 +192,16 @@ def _block_rows(blocks: BlockTree) -> Ints:
     return row_E64
 
 
-def _ancestors(parent_T: Ints) -> Ints:
-    """[3, T]: rows 1, 2 and 3 above each row; T where there is none."""
-    num_rows = len(parent_T)
-    above = np.append(np.where(parent_T >= 0, parent_T, num_rows), num_rows)
+def _ancestors(parent_T: Tensor, num_rows: int) -> Tensor:
+    """[3, T]: rows 1, 2 and 3 above each row; T where there is none, as for -1 in `parent_T`."""
+    above = torch.nn.functional.pad(parent_T.masked_fill(parent_T < 0, num_rows), (0, 1), value=num_rows)
     ancestors = [above]
     for _ in range(CONV_WINDOW - 1):
         ancestors.append(above[ancestors[-1]])
-    return np.stack(ancestors)[:, :num_rows]
+    return torch.stack(ancestors)[:, :num_rows].contiguous()
 
 
-def _linear_layout(blocks: BlockTree, row_E64: Ints) -> LinearLayout:
+def _linear_layout(blocks: BlockTree, row_E64: Ints, device: torch.device | str) -> LinearLayout:
     """Puts blocks, given chain by chain, in level order."""
     num_rows, num_blocks = blocks.num_rows, blocks.num_blocks
     first_level_C = blocks.first_depth_C // BLOCK
@@ -223,10 +222,13 @@ def _linear_layout(blocks: BlockTree, row_E64: Ints) -> LinearLayout:
     is_root = parent_E < 0
     parent_E = place_E[parent_E] - level_start[np.maximum(level_E[order_E] - 1, 0)]
     parent_E[is_root] = 0  # never read: level 0 starts from zero states
-    return LinearLayout(_tensor(row_E64[order_E]), _tensor(slot_T), tuple(level_sizes.tolist()), _tensor(parent_E))
+    place = partial(_place, device=device)
+    return LinearLayout(place(row_E64[order_E]), place(slot_T), tuple(level_sizes.tolist()), place(parent_E))
 
 
-def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints, NDArray[np.float64], Ints, Ints, Ints]:
+def _targets(
+    tree: PrefixTree, blocks: BlockTree, parent_T: Ints
+) -> tuple[Ints, NDArray[np.float64], Ints, Ints, NDArray[np.int32]]:
     """Distinct (parent row, temperature) pairs that reach the head, the targets picked from them, and who reads them.
 
     Siblings are predicted by one row, so they share a head row; trajectories of different temperatures do not.
@@ -242,7 +244,7 @@ def _targets(tree: PrefixTree, blocks: BlockTree, parent_T: Ints) -> tuple[Ints,
     head_U, head_of_M = _distinct(parent_T[row_M] * num_kinds + kind_M, tree.num_rows * num_kinds)
     token_T = np.empty(tree.num_rows, np.int64)
     token_T[blocks.row_of_tree_T] = tree.token_ids_T
-    target_of_N = np.full(tree.num_tokens, len(target_M), np.int64)
+    target_of_N = np.full(tree.num_tokens, len(target_M), np.int32)  # many: half the bytes on their way
     target_of_N[trained_N] = target_of_trained
     return head_U // num_kinds, temperatures[head_U % num_kinds], head_of_M, token_T[row_M], target_of_N
 

@@ -146,21 +146,24 @@ def run_step(
         Log-probs of all tokens of the batch's trajectories, in their order, [N], fp64, on the CPU; 0 where none ran.
     """
     trajectories, offset_B1 = batch.tree.trajectories, batch.tree.offset_B1
-    trained = sum(each.num_trained for each in trajectories)
+    share = -1.0 / sum(each.num_trained for each in trajectories)
     scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
-    parts = []
+    parts: list[tuple[Sequence[int], PackedTree, float | Tensor]] = []
     for members, packed in _parts(batch)[:most]:
-        weights = [torch.full((len(trajectories[i]),), 1.0 if weights_B is None else weights_B[i]) for i in members]
-        parts.append((members, packed, send(torch.cat(weights) / -trained, packed.device)))
+        if weights_B is None:
+            parts.append((members, packed, share))
+        else:
+            weights = [torch.full((len(trajectories[i]),), weights_B[i] * share) for i in members]
+            parts.append((members, packed, send(torch.cat(weights), packed.device)))
     scored: list[tuple[Sequence[int], Tensor]] = []
-    for members, packed, weight_N in reversed(parts) if batch.arm == "shuffled" else parts:
+    for members, packed, weight in reversed(parts) if batch.arm == "shuffled" else parts:
         plain = batch.arm == "plain"
         values_N = _plain_logprobs(model, packed) if plain else logprobs(model, packed, kernels=kernels)
-        (values_N * weight_N).sum().backward()  # type: ignore[no-untyped-call]
+        (values_N * weight).sum().backward()  # type: ignore[no-untyped-call]
         scored.append((members, values_N.detach()))
     for members, values_N in scored:  # at the end, so that no copy waits for the device between microbatches
         lengths = [len(trajectories[index]) for index in members]
-        for index, values in zip(members, torch.split(values_N.to(scores_N), lengths), strict=True):
+        for index, values in zip(members, torch.split(values_N.cpu(), lengths), strict=True):
             scores_N[offset_B1[index] : offset_B1[index + 1]] = values
     return scores_N
 

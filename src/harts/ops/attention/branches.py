@@ -27,7 +27,7 @@ from harts.ops.attention.calls import Call, Range, Rows, capped_calls, joined
 
 __all__ = ["BackwardPlan", "Stage", "plan_backward"]
 
-QUERY_COST = 2.4
+QUERY_COST = 1.2
 """A pass over a query costs as much as so many gathered keys (benchmarks/gpu_ops.py --only attend_backward)."""
 
 PART_COST = 4096
