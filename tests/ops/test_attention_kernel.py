@@ -125,7 +125,7 @@ QUERY_COSTS = [0.0, 0.3, 1.0, 1e9]
 
 @pytest.mark.parametrize("query_cost", QUERY_COSTS)
 @pytest.mark.parametrize("key_cap", [1, 300, 100_000])
-@pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
+@pytest.mark.parametrize("shape", ["star", "comb", "lengths 63/64/65", "prefix of another", "forest", "duplicates"])
 def test_calls_and_backward(shape: str, key_cap: int, query_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
     share_much(monkeypatch, query_cost)
     packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
@@ -266,7 +266,7 @@ def test_backward_covers_every_visible_pair_once(
     for stage in plan.stages:
         keys = sum(sum(call.key_lengths) for call in stage.calls)
         assert len(rows[stage.keys]) == keys
-        assert len(stage.calls) == 1 or keys <= max(key_cap, packed.num_rows)
+        assert len(stage.calls) == 1 or keys <= key_cap + 2 * packed.num_rows
     if query_cost == 1e9:
         assert queries == packed.num_rows
         assert sum(sum(call.key_lengths) for call in calls) == packed.blocks.gathered_keys
@@ -351,13 +351,15 @@ FLASH = [
 @pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("impl", FLASH)
 def test_flash_kernels_on_a_gpu(impl: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, stages = 0, 0
+    shared, stages, gaps = 0, 0, 0
     for shape in SHAPES:
-        for key_cap in (700, 100_000):
-            share_much(monkeypatch)
+        for key_cap, query_cost in ((700, 1e9), (700, 0.0), (100_000, 0.0)):
+            share_much(monkeypatch, query_cost)
             packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
-            plan = plan_backward(packed)
-            shared += sum(not call.causal for stage in plan.stages for call in stage.calls)
+            plan = plan_backward(packed, gaps=impl == "fa4")
+            calls = [call for stage in plan.stages for call in stage.calls]
+            shared += sum(not call.causal for call in calls)
+            gaps += sum(call.used_queries_C is not None for call in calls)
             stages = max(stages, len(plan.stages))
             op = lambda *x, packed=packed, impl=impl: attention(  # noqa: E731
                 *x, packed, scale=0.1, impl=impl, deterministic=True
@@ -368,6 +370,7 @@ def test_flash_kernels_on_a_gpu(impl: str, size: int, monkeypatch: pytest.Monkey
             assert_same_bits(op, inputs, torch.bfloat16)
     assert shared > 0
     assert stages > 1
+    assert (gaps > 0) == (impl == "fa4")
 
 
 @pytest.mark.gpu

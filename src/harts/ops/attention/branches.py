@@ -93,8 +93,14 @@ def plan_backward(packed: PackedTree, *, gaps: bool = False) -> BackwardPlan:
 
 
 def _stages(calls: Sequence[Call], packed: PackedTree) -> Iterator[tuple[Call, ...]]:
-    """As many calls as have no more keys than one call may have, or than there are rows."""
+    """All calls at once, where their gradients of keys take no more room than fp32 sums and those of one call do.
+
+    Else as many calls as have no more keys than one call may have, or than there are rows.
+    """
     cap, first, keys = max(packed.key_cap, packed.num_rows), 0, 0
+    if sum(call.num_keys for call in calls) <= packed.key_cap + 2 * packed.num_rows:
+        yield tuple(calls)
+        return
     for at, call in enumerate(calls):
         if at > first and keys + call.num_keys > cap:
             yield tuple(calls[first:at])
