@@ -21,7 +21,7 @@ from harts.layout import PackedTree, pack
 from harts.ops import attention, causal_conv1d, fused, row_logprobs
 from harts.ops.attention import branches, default_impl
 from harts.ops.attention.calls import forward_calls
-from harts.ops.attention.fa4 import has_fa4
+from harts.ops.attention.fa4 import FlashAttention4, has_fa4
 from harts.ops.rows import group_rows, segment_sum
 from harts.testing.environment import environment
 from harts.testing.workloads import workload
@@ -187,25 +187,27 @@ def attend(packed: PackedTree) -> Iterator[dict[str, Any]]:
 @case
 def attend_backward(packed: PackedTree) -> Iterator[dict[str, Any]]:
     """What a pass over a query has to save for a branch to run by itself; see `harts.ops.attention.branches`."""
-    rows, chosen = packed.num_rows, branches.QUERY_COST
+    rows, chosen = packed.num_rows, (branches.QUERY_COST, branches.GATHERED_QUERY_COST)
     inputs = [draw(rows, 16, 256), draw(rows, 4, 256), draw(rows, 4, 256)]
     pairs = int((packed.position_T + 1).sum())
+    gaps = FlashAttention4(inputs[0], inputs[2]).leaves_gaps if default_impl() == "fa4" else False
     try:
-        for branches.QUERY_COST in (0.0, 0.6, 1.2, 2.4, float("inf")):
+        for cost in (0.0, 0.6, 1.2, 2.4, float("inf")):
+            branches.QUERY_COST = branches.GATHERED_QUERY_COST = cost
             fresh = dataclasses.replace(packed)  # plans are kept per layout
-            calls = [call for stage in branches.plan_backward(fresh).stages for call in stage.calls]
+            calls = [call for stage in branches.plan_backward(fresh, gaps=gaps).stages for call in stage.calls]
             op = lambda *x, fresh=fresh: attention(*x, fresh, scale=256**-0.5, impl=default_impl())  # noqa: E731
-            line = timed("attention", op, inputs, repeats=5, impl=default_impl(), query_cost=str(branches.QUERY_COST))
+            line = timed("attention", op, inputs, repeats=5, impl=default_impl(), query_cost=str(cost))
             backward_ms = line["both_ms"] - line["forward_ms"]
             yield {
                 **line,
                 "calls": len(calls),
-                "queries": sum(sum(call.query_lengths) for call in calls),
-                "keys": sum(sum(call.key_lengths) for call in calls),
+                "queries": sum(call.num_queries for call in calls),
+                "keys": sum(call.num_keys for call in calls),
                 "backward_tflops": round(4 * pairs * 16 * 256 * 2.5 / backward_ms / 1e9, 1),
             }
     finally:
-        branches.QUERY_COST = chosen
+        branches.QUERY_COST, branches.GATHERED_QUERY_COST = chosen
 
 
 @case

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from harts.layout import pack
+from harts.ops.attention.pages import key_pages
 from harts.testing.trees import AWKWARD
 from harts.transfer import send
 from harts.tree import PrefixTree
@@ -47,9 +48,12 @@ def test_a_layout_arrives_whole_behind_a_busy_gpu() -> None:
     start, stop = (torch.cuda.Event() for _ in range(2))
     start.record()
     there = here.to("cuda")
+    pages = key_pages(there, 80)
     assert not start.query()  # nobody has waited
     stop.record()
     stop.synchronize()
     for name in ("token_ids_T", "ancestor_3T", "target_of_N", "temperature_U"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
     assert torch.equal(there.linear.row_E64.cpu(), here.linear.row_E64)
+    for a, b in zip(pages, key_pages(here, 80), strict=True):
+        assert torch.equal(a.copied_X.cpu(), b.copied_X)

@@ -70,7 +70,7 @@ class PackedTree(_OnDevice):
         token_ids_T, position_T: int64 [T], in row order.
         ancestor_3T: int64 [3, T]: the rows 1, 2 and 3 above each row, T where there is none.
         linear: the block tree for linear attention.
-        key_cap: most keys and values that attention gathers at once, host side.
+        key_cap: most keys and values that attention gathers for one call, host side.
         head_row_U, temperature_U: rows whose hidden state reaches the head (int64), and at which temperature (float64).
         head_of_M, token_M: int64: head row and token id of each target.
         target_of_N: int64 [N]: target of each token, M where it is not trained.
@@ -112,7 +112,8 @@ class PackedTree(_OnDevice):
     @cached_property
     def row_of_N(self) -> Tensor:
         """int64 [N]: row of each token."""
-        return _place(self.blocks.row_of_tree_T[self.tree.row_of_N], self.device)
+        with torch.inference_mode(False):
+            return _place(self.blocks.row_of_tree_T[self.tree.row_of_N], self.device)
 
     @cached_property
     def loss_mask_N(self) -> Tensor:
@@ -134,9 +135,9 @@ def pack(tree: PrefixTree, *, key_cap: int | None = None, device: torch.device |
 
     Args:
         tree: all trajectories of the microbatch.
-        key_cap: rows whose keys and values attention gathers at once, where it gathers them. The keys of all chains can
-            be many times a tree's rows, so chains run in calls of at most this many (a single longer chain is its own
-            call). By default 262,144 or twice the tree's rows, whichever is more.
+        key_cap: most keys and values that attention gathers (or copies, where it reads pages) for one call, forward and
+            backward. The keys of all chains can be many times a tree's rows, so chains run in calls of at most this
+            many (a single longer chain is its own call). By default 262,144, or twice the tree's rows if that is more.
         device: where the index tensors go.
 
     Raises:

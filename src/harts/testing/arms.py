@@ -144,9 +144,15 @@ def run_step(
 
     Returns:
         Log-probs of all tokens of the batch's trajectories, in their order, [N], fp64, on the CPU; 0 where none ran.
+
+    Raises:
+        ValueError: no token is trained.
     """
     trajectories, offset_B1 = batch.tree.trajectories, batch.tree.offset_B1
-    share = -1.0 / sum(each.num_trained for each in trajectories)
+    trained = sum(each.num_trained for each in trajectories)
+    if not trained:
+        raise ValueError("trajectories: expected trained tokens, came none in any loss_mask; there is no loss without")
+    share = -1.0 / trained
     scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
     parts: list[tuple[Sequence[int], PackedTree, float | Tensor]] = []
     for members, packed in _parts(batch)[:most]:

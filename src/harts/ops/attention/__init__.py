@@ -28,8 +28,9 @@ def attention(
         packed: the tree.
         scale: factor on q k^T.
         impl: `"reference"`: PyTorch's scaled_dot_product_attention per chain, any device and dtype. `"varlen"`:
-            FlashAttention 2 as it comes with PyTorch; `"fa4"`: flash-attn-4. Both run on path-gathered keys and
-            values, in fp16 or bf16 on CUDA, and give each row the bits that it has in a batch of separate rows.
+            FlashAttention 2 as it comes with PyTorch, on path-gathered keys and values; `"fa4"`: flash-attn-4, which
+            on Hopper reads them where they lie. Both take fp16 or bf16 on CUDA, and give each row the bits that it has
+            in a batch of separate rows.
             `default_impl()` names the fastest one installed.
         deterministic: gradients are equal in every bit from run to run. The flash kernels take longer for it; the
             reference is as deterministic as PyTorch.

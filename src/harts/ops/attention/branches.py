@@ -23,12 +23,15 @@ from torch import Tensor
 
 from harts.blocks import BlockTree
 from harts.layout import PackedTree
-from harts.ops.attention.calls import Call, Range, Rows, capped_calls, joined
+from harts.ops.attention.calls import Call, Range, Rows, Seen, capped_calls, joined
 
 __all__ = ["BackwardPlan", "Stage", "plan_backward"]
 
 QUERY_COST = 1.2
 """A pass over a query costs as much as so many gathered keys (benchmarks/gpu_ops.py --only attend_backward)."""
+
+GATHERED_QUERY_COST = 2.4
+"""The same where queries are gathered, for kernels that cannot leave rows between sequences out."""
 
 PART_COST = 4096
 """Keys that a shared part has to save beyond that: a call has launches of its own. Not fitted to anything."""
@@ -71,9 +74,6 @@ class _Branch:
     chains: int  # with those below
 
 
-_Sequence = tuple[Range, list[Range]]
-"""A range of queries, and the ranges of keys that it sees."""
-
 _PLANS: "WeakKeyDictionary[PackedTree, dict[bool, BackwardPlan]]" = WeakKeyDictionary()
 
 
@@ -86,9 +86,10 @@ def plan_backward(packed: PackedTree, *, gaps: bool = False) -> BackwardPlan:
     """
     kept = _PLANS.setdefault(packed, {})
     if gaps not in kept:
-        calls = tuple(_calls(packed, gaps))
-        stages = [Stage(part, _all_rows([call.keys for call in part], packed)) for part in _stages(calls, packed)]
-        kept[gaps] = BackwardPlan(tuple(stages), _query_rows(calls, packed))
+        with torch.inference_mode(False):
+            calls = tuple(_calls(packed, gaps))
+            stages = [Stage(part, _all_rows([call.keys for call in part], packed)) for part in _stages(calls, packed)]
+            kept[gaps] = BackwardPlan(tuple(stages), _query_rows(calls, packed))
     return kept[gaps]
 
 
@@ -139,20 +140,20 @@ def _query_rows(calls: Sequence[Call], packed: PackedTree) -> Rows:
 
 def _calls(packed: PackedTree, gaps: bool) -> Iterator[Call]:
     """Chains, then what they share; under the cap."""
-    chains, shared = _sequences(packed.blocks)
+    chains, shared = _sequences(packed.blocks, QUERY_COST if gaps else GATHERED_QUERY_COST)
     yield from capped_calls(chains, packed.key_cap, packed.device, causal=True)
     for level in sorted(shared):
         yield from capped_calls(sorted(shared[level]), packed.key_cap, packed.device, causal=False, gaps=gaps)
 
 
-def _sequences(blocks: BlockTree) -> tuple[list[_Sequence], dict[int, list[_Sequence]]]:
+def _sequences(blocks: BlockTree, query_cost: float) -> tuple[list[Seen], dict[int, list[Seen]]]:
     """Chains with all keys that they do not share, and shared keys by level with all rows below."""
     own_C = list(pairwise(blocks.own_start_C1.tolist()))
     above_C: list[list[Range]] = [[] for _ in own_C]
     level_C = [0] * len(own_C)
-    shared: dict[int, list[_Sequence]] = {}
+    shared: dict[int, list[Seen]] = {}
     for chain, branches in enumerate(_branches(blocks)):
-        for branch, keys, level in _share(branches, own_C[chain][0], level_C[chain], shared):
+        for branch, keys, level in _share(branches, own_C[chain][0], level_C[chain], shared, query_cost):
             for member in branch.members:
                 above_C[member] = above_C[chain] + keys
                 level_C[member] = level
@@ -160,7 +161,7 @@ def _sequences(blocks: BlockTree) -> tuple[list[_Sequence], dict[int, list[_Sequ
 
 
 def _share(
-    branches: Sequence[_Branch], first_key: int, level: int, shared: dict[int, list[_Sequence]]
+    branches: Sequence[_Branch], first_key: int, level: int, shared: dict[int, list[Seen]], query_cost: float
 ) -> Iterator[tuple[_Branch, list[Range], int]]:
     """Decides which rows of a chain, from `first_key` on, the chains below its branches share.
 
@@ -177,7 +178,7 @@ def _share(
     while parts:
         first, last, start, depth = parts.pop()
         saved = (chains[first + 1 : last + 1] - chains[first] - 1) * (key_stop[first:last] - start)
-        gain = saved - QUERY_COST * (query_stop[first:last] - branches[first].start) - PART_COST
+        gain = saved - query_cost * (query_stop[first:last] - branches[first].start) - PART_COST
         best = first + int(gain.argmax())
         if gain[best - first] > 0:
             stop = int(key_stop[best])

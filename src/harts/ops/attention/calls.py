@@ -17,7 +17,7 @@ from harts.blocks import BlockTree
 from harts.layout import PackedTree
 from harts.transfer import send
 
-__all__ = ["Call", "Range", "Rows", "Sequences", "capped_calls", "cumulative", "forward_calls", "joined", "take"]
+__all__ = ["Call", "Range", "Rows", "Seen", "capped_calls", "cumulative", "forward_calls", "joined", "take"]
 
 Rows = slice | Tensor
 """Rows of a call: a range, or int64 indices."""
@@ -25,8 +25,8 @@ Rows = slice | Tensor
 Range = tuple[int, int]
 """First row, and the row behind the last one."""
 
-Sequences = Iterable[tuple[Range, list[Range]]]
-"""Ranges of queries, each with the ranges of keys that it sees."""
+Seen = tuple[Range, list[Range]]
+"""A range of queries, and the ranges of keys that it sees."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +54,9 @@ class Call:
     @property
     def num_queries(self) -> int:
         """Rows of `queries`, those in gaps too."""
-        if self.used_queries_C is None or isinstance(self.queries, Tensor):
+        if self.used_queries_C is None:
             return sum(self.query_lengths)
+        assert isinstance(self.queries, slice), "gaps are gaps of a range"
         return int(self.queries.stop - self.queries.start)
 
     @property
@@ -71,11 +72,12 @@ def forward_calls(packed: PackedTree) -> tuple[Call, ...]:
     """Chains with their whole paths, in row order, under the layout's cap of keys; kept as long as the layout lives."""
     if packed not in _FORWARD:
         paths = _chain_paths(packed.blocks)
-        _FORWARD[packed] = tuple(capped_calls(paths, packed.key_cap, packed.device, causal=True))
+        with torch.inference_mode(False):  # a layout that was first used without gradients is trained later
+            _FORWARD[packed] = tuple(capped_calls(paths, packed.key_cap, packed.device, causal=True))
     return _FORWARD[packed]
 
 
-def _chain_paths(blocks: BlockTree) -> Iterator[tuple[Range, list[Range]]]:
+def _chain_paths(blocks: BlockTree) -> Iterator[Seen]:
     above_C: list[list[Range]] = []
     start_C = blocks.own_start_C1.tolist()
     for own, parent, parent_row in zip(
@@ -86,7 +88,7 @@ def _chain_paths(blocks: BlockTree) -> Iterator[tuple[Range, list[Range]]]:
 
 
 def capped_calls(
-    sequences: Sequences, key_cap: int, device: torch.device, *, causal: bool, gaps: bool = False
+    sequences: Iterable[Seen], key_cap: int, device: torch.device, *, causal: bool, gaps: bool = False
 ) -> Iterator[Call]:
     """Calls of as many sequences as the cap allows; a single sequence may have more keys.
 
@@ -97,7 +99,7 @@ def capped_calls(
         causal: see `Call`.
         gaps: the kernel can leave rows between sequences out, so that queries are a view where gaps are small.
     """
-    part: list[tuple[Range, list[Range]]] = []
+    part: list[Seen] = []
     keys = 0
     for sequence in sequences:
         length = sum(stop - start for start, stop in sequence[1])
@@ -109,7 +111,7 @@ def capped_calls(
     yield _call(part, device, causal, gaps)
 
 
-def _call(sequences: Sequence[tuple[Range, list[Range]]], device: torch.device, causal: bool, gaps: bool) -> Call:
+def _call(sequences: Sequence[Seen], device: torch.device, causal: bool, gaps: bool) -> Call:
     ranges = [queries for queries, _ in sequences]
     query_lengths = tuple(stop - start for start, stop in ranges)
     key_lengths = tuple(sum(stop - start for start, stop in keys) for _, keys in sequences)

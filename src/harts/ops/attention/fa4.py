@@ -31,8 +31,6 @@ class FlashAttention4:
             or bf16.
     """
 
-    leaves_gaps = True
-
     def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
         if not has_fa4():
             raise ImportError(
@@ -50,14 +48,17 @@ class FlashAttention4:
                 f"{torch.cuda.get_device_name(q_THD.device)}; choose impl='varlen'"
             )
         interface: Any = importlib.import_module("flash_attn.cute.interface")
-        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(interface, name)]
+        on_hopper = torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        needed = ["_flash_attn_fwd", "_flash_attn_bwd", *["_tile_size_fwd_sm90"] * on_hopper]
+        missing = [name for name in needed if not hasattr(interface, name)]
         if missing:
             raise ImportError(
                 f"attention: the installed flash-attn-4 has no {missing[0]}; install the tested version with: "
                 f"pip install 'flash-attn-4=={_TESTED}', or choose impl='varlen'"
             )
         self.interface = interface
-        self.paged = _Paged.of(interface, q_THD, v_TGV)
+        self.paged = _Paged(interface, q_THD.shape[-1], v_TGV.shape[-1]) if on_hopper else None  # elsewhere never tried
+        self.leaves_gaps = on_hopper
 
     def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """See `VarlenKernel`."""
@@ -100,27 +101,20 @@ class FlashAttention4:
 
 
 class _Paged:
-    """A `harts.ops.attention.paths.PagedForward`."""
+    """A `harts.ops.attention.paths.PagedForward`, for Hopper: a page is a tile of the kernel."""
 
-    def __init__(self, interface: Any, page_rows: int) -> None:
-        self.interface, self.page_rows = interface, page_rows
-
-    @staticmethod
-    def of(interface: Any, q_THD: Tensor, v_TGV: Tensor) -> "_Paged | None":
-        """On Hopper, where a page can be a tile of the kernel; on other GPUs it was never tried."""
-        tile_size = getattr(interface, "_tile_size_fwd_sm90", None)
-        if tile_size is None or torch.cuda.get_device_capability(q_THD.device)[0] != 9:
-            return None
-        return _Paged(interface, tile_size(q_THD.shape[-1], v_TGV.shape[-1], True, False).n_block_size)
+    def __init__(self, interface: Any, size: int, value_size: int) -> None:
+        self.interface = interface
+        self.page_rows: int = interface._tile_size_fwd_sm90(size, value_size, True, False).n_block_size
 
     def __call__(
-        self, q_THD: Tensor, k_PRGD: Tensor, v_PRGV: Tensor, pages: KeyPages, scale: float
+        self, q_QHD: Tensor, k_NRGD: Tensor, v_NRGV: Tensor, pages: KeyPages, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `PagedForward`."""
-        out_THV, lse_HT, *_ = self.interface._flash_attn_fwd(
-            q_THD,
-            k_PRGD,
-            v_PRGV,
+        out_QHV, lse_HQ, *_ = self.interface._flash_attn_fwd(
+            q_QHD,
+            k_NRGD,
+            v_NRGV,
             softmax_scale=scale,
             causal=True,
             return_lse=True,
@@ -131,7 +125,7 @@ class _Paged:
             max_seqlen_q=max(pages.query_lengths),
             max_seqlen_k=max(pages.key_lengths),
         )
-        return out_THV, lse_HT
+        return out_QHV, lse_HQ
 
 
 def _lengths(call: Call) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """Tree attention by a varlen flash kernel.
 
 Forward: queries are a chain's own rows, keys and values its path, so that a row meets the same keys in the same tiles
-as in a batch of separate rows and has the same bits. Where the kernel reads keys by pages (`pages`), all chains are one
-call and read them where they lie; else paths are gathered, call by call, so that never more than a call's keys and
-values exist. Root chains need neither.
+as in a batch of separate rows and has the same bits. Where the kernel reads keys by pages (`pages`), chains read them
+where they lie, most often all in one call; else paths are gathered, call by call, so that never more than a call's keys
+and values exist. Root chains need neither.
 
 Backward: a row's gradient is a sum over what it sees, so it may be cut differently (`branches`): keys shared by many
 chains are read once for all queries below them. What the calls give adds up in a fixed order, in fp32.
 
-Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K keys of a call, Q its queries, P pages of R
-rows.
+Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K keys of a call, Q its queries, N pages
+of R rows.
 """
 
 from typing import Any, Protocol
@@ -35,9 +35,9 @@ class PagedForward(Protocol):
     """Rows of a page: a tile of the kernel."""
 
     def __call__(
-        self, q_THD: Tensor, k_PRGD: Tensor, v_PRGV: Tensor, pages: KeyPages, scale: float
+        self, q_QHD: Tensor, k_NRGD: Tensor, v_NRGV: Tensor, pages: KeyPages, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Outputs [T, H, V] and log-sum-exps [H, T] of all chains."""
+        """Outputs [Q, H, V] and log-sum-exps [H, Q] of the chains."""
         ...
 
 
@@ -148,15 +148,15 @@ def _forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, kernel: VarlenKernel
 ) -> tuple[Tensor, ...]:
     """Outputs, and log-sum-exps of one or several calls."""
+    parts = []
     if kernel.paged is not None and packed.blocks.parent_C.max() >= 0:
-        pages = key_pages(packed, kernel.paged.page_rows)
-        return kernel.paged(q_THD, pages.view(k_TGD), pages.view(v_TGV), pages, scale)
-    outs, lses = [], []
-    for call in forward_calls(packed):
-        q_QHD, k_KGD, v_KGV = take(q_THD, call.queries), take(k_TGD, call.keys), take(v_TGV, call.keys)
-        out_QHV, lse_HQ = kernel.forward(q_QHD, k_KGD, v_KGV, call, scale)
-        outs.append(out_QHV)
-        lses.append(lse_HQ)
+        for pages in key_pages(packed, kernel.paged.page_rows):
+            parts.append(kernel.paged(q_THD[pages.queries], pages.view(k_TGD), pages.view(v_TGV), pages, scale))
+    else:
+        for call in forward_calls(packed):
+            q_QHD, k_KGD, v_KGV = take(q_THD, call.queries), take(k_TGD, call.keys), take(v_TGV, call.keys)
+            parts.append(kernel.forward(q_QHD, k_KGD, v_KGV, call, scale))
+    outs, lses = zip(*parts, strict=True)
     return (outs[0] if len(outs) == 1 else torch.cat(outs), *lses)
 
 

@@ -1,0 +1,84 @@
+"""Keys of a path as pages: what they hold, and attention over them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_law import DEVICE
+from plain_attention import PlainKernel, check_paths, check_what_lies_behind, inputs_of
+
+from harts.layout import PackedTree, pack
+from harts.ops import attention
+from harts.ops.attention.calls import forward_calls, take
+from harts.ops.attention.pages import key_pages
+from harts.ops.attention.paths import attend_paths
+from harts.testing.trees import AWKWARD, to_trajectories, tree_strategy
+from harts.tree import PrefixTree
+
+
+@pytest.mark.parametrize("page_rows", [1, 3, 16, 80, 1000])
+@pytest.mark.parametrize("shape", AWKWARD)
+def test_pages_hold_every_path(shape: str, page_rows: int) -> None:
+    packed = pack(PrefixTree.build(AWKWARD[shape]))
+    check_pages(packed, page_rows)
+
+
+@given(tree=tree_strategy(max_trajectories=8, max_length=70), page_rows=st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_pages_of_random_trees(tree: PrefixTree, page_rows: int) -> None:
+    check_pages(pack(tree), page_rows)
+    check_paths(pack(tree), page_rows)
+
+
+def check_pages(packed: PackedTree, page_rows: int) -> None:
+    """The pages of a chain are its path, as `forward_calls` gathers it, and each chain copies one page at most."""
+    rows = torch.arange(packed.num_rows)
+    paths = iter(
+        torch.cat([take(rows, call.keys) for call in forward_calls(packed)]).split(packed.blocks.length_C.tolist())
+    )
+    parts = key_pages(packed, page_rows)
+    assert [part.queries.start for part in parts[1:]] == [part.queries.stop for part in parts[:-1]]
+    for part in parts:
+        paged = part.view(rows.view(-1, 1, 1).double()).flatten(1)
+        for first_row, length in zip(part.first_row_CP.long(), part.key_length_C.tolist(), strict=True):
+            used = -(-length // page_rows)
+            assert torch.equal(paged[first_row[:used]].flatten()[:length].long(), next(paths))
+            assert not first_row[used:].any()
+        assert len(part.copied_X) <= packed.key_cap + page_rows * packed.blocks.num_rounds
+    assert next(paths, None) is None
+    copied = sum(len(part.copied_X) for part in parts)
+    assert len(parts) > 1 or copied <= page_rows * int((packed.blocks.parent_C >= 0).sum())
+    assert page_rows > 1 or copied == 0
+
+
+def test_copied_pages_keep_to_the_cap() -> None:
+    """Many short leaves behind one stem: a copied page each, of which only few exist at a time."""
+    rows = [[1] * 130 + [leaf, leaf] for leaf in range(2, 90)]
+    packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)), key_cap=1000, device=DEVICE)
+    parts = key_pages(packed, 80)
+    assert len(parts) > 5
+    assert max(len(part.copied_X) for part in parts) <= 1000
+    check_pages(packed, 80)
+    check_paths(packed, 80)
+
+
+def test_a_layout_first_used_without_gradients_is_trained_later() -> None:
+    packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
+    with torch.inference_mode():
+        attention(*inputs_of(packed), packed, scale=0.3)
+        key_pages(packed, 16)
+        assert not packed.row_of_N.is_inference()
+    assert not key_pages(packed, 16)[0].copied_X.is_inference()
+    check_paths(packed, 16)
+
+
+@pytest.mark.parametrize("shape", ["star", "lengths 63/64/65", "prefix of another", "forest", "duplicates", "comb"])
+def test_attention_over_pages(shape: str) -> None:
+    check_paths(pack(PrefixTree.build(AWKWARD[shape]), device=DEVICE), page_rows=16)
+
+
+def test_what_lies_behind_a_path_is_never_seen() -> None:
+    """Rows of other chains fill up the last page of a path; whatever is in them, outputs stay as they are."""
+    packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
+    check_what_lies_behind(packed, inputs_of(packed), lambda *x: attend_paths(*x, packed, 0.3, PlainKernel(16), False))
