@@ -35,12 +35,13 @@ class _OnDevice:
     def to(self, device: torch.device | str) -> Self:
         """The same on another device; host-side arrays stay where they are."""
         moved: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                moved[item.name] = send(value, device)
-            elif isinstance(value, _OnDevice):
-                moved[item.name] = value.to(device)
+        with torch.inference_mode(False):
+            for item in dataclasses.fields(self):
+                value = getattr(self, item.name)
+                if isinstance(value, Tensor):
+                    moved[item.name] = send(value, device)
+                elif isinstance(value, _OnDevice):
+                    moved[item.name] = value.to(device)
         return dataclasses.replace(self, **moved)
 
 
@@ -118,7 +119,8 @@ class PackedTree(_OnDevice):
     @cached_property
     def loss_mask_N(self) -> Tensor:
         """bool [N]: tokens that are trained."""
-        return self.target_of_N < len(self.token_M)
+        with torch.inference_mode(False):
+            return self.target_of_N < len(self.token_M)
 
     def split(self, values_N: Tensor) -> list[Tensor]:
         """One view per trajectory of a tensor over the N tokens, in the order given to `PrefixTree.build`."""
@@ -155,20 +157,21 @@ def pack(tree: PrefixTree, *, key_cap: int | None = None, device: torch.device |
     parent_T = np.where(parent_T >= 0, blocks.row_of_tree_T[parent_T], -1)
     head_row_U, temperature_U, head_of_M, token_M, target_of_N = _targets(tree, blocks, parent_T)
     place = partial(_place, device=device)
-    return PackedTree(
-        tree=tree,
-        blocks=blocks,
-        token_ids_T=place(tree.token_ids_T[tree_row_T]),
-        position_T=place(tree.depth_T[tree_row_T]),
-        ancestor_3T=_ancestors(place(parent_T), num_rows),
-        linear=_linear_layout(blocks, _block_rows(blocks), device),
-        key_cap=key_cap,
-        head_row_U=place(head_row_U),
-        temperature_U=send(torch.from_numpy(temperature_U), device),
-        head_of_M=place(head_of_M),
-        token_M=place(token_M),
-        target_of_N=place(target_of_N),
-    )
+    with torch.inference_mode(False):  # a layout first used without gradients can be trained later
+        return PackedTree(
+            tree=tree,
+            blocks=blocks,
+            token_ids_T=place(tree.token_ids_T[tree_row_T]),
+            position_T=place(tree.depth_T[tree_row_T]),
+            ancestor_3T=_ancestors(place(parent_T), num_rows),
+            linear=_linear_layout(blocks, _block_rows(blocks), device),
+            key_cap=key_cap,
+            head_row_U=place(head_row_U),
+            temperature_U=send(torch.from_numpy(temperature_U), device),
+            head_of_M=place(head_of_M),
+            token_M=place(token_M),
+            target_of_N=place(target_of_N),
+        )
 
 
 def _place(array: NDArray[Any], device: torch.device | str) -> Tensor:

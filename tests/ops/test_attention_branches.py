@@ -1,5 +1,7 @@
 """The calls of attention's backward: which keys are shared, which gathered, which queries left out."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +48,17 @@ def test_backward_covers_every_visible_pair_once(
     if query_cost == 1e9:
         assert queries == packed.num_rows
         assert sum(sum(call.key_lengths) for call in calls) == packed.blocks.gathered_keys
+
+
+def test_keys_of_several_calls_are_added_up_at_once_where_they_are_few() -> None:
+    """Up to twice the rows beyond what one call may have; then call by call."""
+    packed = pack(PrefixTree.build(AWKWARD["comb"]), key_cap=1)
+    keys, rows = packed.blocks.gathered_keys, packed.num_rows
+    assert keys > 2 * rows + 1
+    for key_cap, at_once in ((keys - 2 * rows, True), (keys - 2 * rows - 1, False)):
+        plan = plan_backward(dataclasses.replace(packed, key_cap=key_cap))
+        assert (len(plan.stages) == 1) == at_once
+        assert sum(len(stage.calls) for stage in plan.stages) > 1
 
 
 def plan_of(rows: list[list[int]], monkeypatch: pytest.MonkeyPatch, query_cost: float = 2.4) -> list[Call]:

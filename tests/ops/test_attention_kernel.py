@@ -120,11 +120,12 @@ FLASH = [
 @pytest.mark.parametrize("impl", FLASH)
 def test_flash_kernels_on_a_gpu(impl: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, stages, gaps = 0, 0, 0
+    on_hopper = impl == "fa4" and torch.cuda.get_device_capability()[0] == 9
     for shape in SHAPES:
         for key_cap, query_cost in ((700, 1e9), (700, 0.0), (100_000, 0.0)):
             share_much(monkeypatch, query_cost)
             packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=key_cap, device=DEVICE)
-            plan = plan_backward(packed, gaps=impl == "fa4")
+            plan = plan_backward(packed, gaps=on_hopper)
             calls = [call for stage in plan.stages for call in stage.calls]
             shared += sum(not call.causal for call in calls)
             gaps += sum(call.used_queries_C is not None for call in calls)
@@ -138,7 +139,7 @@ def test_flash_kernels_on_a_gpu(impl: str, size: int, monkeypatch: pytest.Monkey
             assert_same_bits(op, inputs, torch.bfloat16)
     assert shared > 0
     assert stages > 1
-    assert (gaps > 0) == (impl == "fa4")
+    assert (gaps > 0) == on_hopper
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from plain_attention import PlainKernel, check_paths, check_what_lies_behind, in
 
 from harts.layout import PackedTree, pack
 from harts.ops import attention
+from harts.ops.attention.branches import plan_backward
 from harts.ops.attention.calls import forward_calls, take
 from harts.ops.attention.pages import key_pages
 from harts.ops.attention.paths import attend_paths
@@ -24,11 +25,16 @@ def test_pages_hold_every_path(shape: str, page_rows: int) -> None:
     check_pages(packed, page_rows)
 
 
-@given(tree=tree_strategy(max_trajectories=8, max_length=70), page_rows=st.integers(1, 40))
+@given(
+    tree=tree_strategy(max_trajectories=8, max_length=70),
+    page_rows=st.integers(1, 40),
+    key_cap=st.sampled_from([1, 50, 100_000]),
+)
 @settings(max_examples=30, deadline=None)
-def test_pages_of_random_trees(tree: PrefixTree, page_rows: int) -> None:
-    check_pages(pack(tree), page_rows)
-    check_paths(pack(tree), page_rows)
+def test_pages_of_random_trees(tree: PrefixTree, page_rows: int, key_cap: int) -> None:
+    packed = pack(tree, key_cap=key_cap)
+    check_pages(packed, page_rows)
+    check_paths(packed, page_rows)
 
 
 def check_pages(packed: PackedTree, page_rows: int) -> None:
@@ -45,7 +51,8 @@ def check_pages(packed: PackedTree, page_rows: int) -> None:
             used = -(-length // page_rows)
             assert torch.equal(paged[first_row[:used]].flatten()[:length].long(), next(paths))
             assert not first_row[used:].any()
-        assert len(part.copied_X) <= packed.key_cap + page_rows * packed.blocks.num_rounds
+        own = max(packed.key_cap, page_rows)  # a part's own tiles; and those of chains above its first one
+        assert len(part.copied_X) <= own + int(packed.blocks.length_C.max()) + page_rows
     assert next(paths, None) is None
     copied = sum(len(part.copied_X) for part in parts)
     assert len(parts) > 1 or copied <= page_rows * int((packed.blocks.parent_C >= 0).sum())
@@ -53,23 +60,26 @@ def check_pages(packed: PackedTree, page_rows: int) -> None:
 
 
 def test_copied_pages_keep_to_the_cap() -> None:
-    """Many short leaves behind one stem: a copied page each, of which only few exist at a time."""
-    rows = [[1] * 130 + [leaf, leaf] for leaf in range(2, 90)]
+    """Many short leaves behind branches of a stem: a copied page each, of which only few exist at a time."""
+    rows = [[1] * 130 + [branch] * 100 + [leaf, leaf] for branch in (2, 3, 4) for leaf in range(10, 50)]
     packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), rows)), key_cap=1000, device=DEVICE)
     parts = key_pages(packed, 80)
     assert len(parts) > 5
-    assert max(len(part.copied_X) for part in parts) <= 1000
+    lengths = [len(part.copied_X) for part in parts]
+    assert max(lengths) == 13 * 80  # 12 of its own chains, and a branch's, which an earlier part copied too
     check_pages(packed, 80)
     check_paths(packed, 80)
 
 
 def test_a_layout_first_used_without_gradients_is_trained_later() -> None:
-    packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
     with torch.inference_mode():
+        packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
         attention(*inputs_of(packed), packed, scale=0.3)
-        key_pages(packed, 16)
-        assert not packed.row_of_N.is_inference()
-    assert not key_pages(packed, 16)[0].copied_X.is_inference()
+        (call,), (pages,) = forward_calls(packed), key_pages(packed, 16)
+        plan = plan_backward(packed, gaps=True)
+        made = [packed.row_of_N, packed.loss_mask_N, packed.ancestor_3T, packed.to(DEVICE).head_row_U, call.keys]
+        made += [call.cu_keys_C1, pages.copied_X, pages.first_row_CP, plan.stages[0].calls[0].cu_keys_C1]
+    assert not any(tensor.is_inference() for tensor in made)
     check_paths(packed, 16)
 
 

@@ -71,6 +71,14 @@ def test_arms_give_the_same_gradients() -> None:
     assert all((each - found["plain"]).norm() < 1e-5 * scale for each in found.values())
 
 
+def test_a_step_without_trained_tokens_is_refused() -> None:
+    unmarked = [dataclasses.replace(each, loss_mask=0 * each.loss_mask) for each in workload("star3", scale=0.01)]
+    model = build_model(TINY, device="cpu", dtype=torch.float32)
+    set_up(model, "tree", SETTING)
+    with pytest.raises(ValueError, match="expected a trained token in at least one of 16 trajectories, came none"):
+        run_step(model, prepare(unmarked, "tree", SETTING), kernels=SETTING.kernels)
+
+
 def test_the_state_of_a_model_is_that_of_its_arm() -> None:
     model = build_model(TINY, device="cpu", dtype=torch.float32)
     layers = [m for m in find_backbone(model).text.modules() if hasattr(m, "gradient_checkpointing")]

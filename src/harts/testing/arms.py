@@ -151,7 +151,10 @@ def run_step(
     trajectories, offset_B1 = batch.tree.trajectories, batch.tree.offset_B1
     trained = sum(each.num_trained for each in trajectories)
     if not trained:
-        raise ValueError("trajectories: expected trained tokens, came none in any loss_mask; there is no loss without")
+        raise ValueError(
+            f"loss_mask: expected a trained token in at least one of {len(trajectories)} trajectories, came none; mark "
+            "the sampled tokens in loss_mask"
+        )
     share = -1.0 / trained
     scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
     parts: list[tuple[Sequence[int], PackedTree, float | Tensor]] = []

@@ -94,7 +94,7 @@ def plan_backward(packed: PackedTree, *, gaps: bool = False) -> BackwardPlan:
 
 
 def _stages(calls: Sequence[Call], packed: PackedTree) -> Iterator[tuple[Call, ...]]:
-    """All calls at once, where their gradients of keys take no more room than fp32 sums and those of one call do.
+    """All calls at once, where their gradients of keys (of 16 bits) take no more room than fp32 sums and one call's.
 
     Else as many calls as have no more keys than one call may have, or than there are rows.
     """

@@ -52,7 +52,8 @@ class KeyPages:
     key_length_C: Tensor
 
     def view(self, x_TGD: Tensor) -> Tensor:
-        """Keys or values [T, G, D] as pages [N, R, G, D], one for every row and copy: views that overlap.
+        """Keys or values [T, G, D] as pages [N, R, G, D], one for every row and copy: overlapping views of one tensor,
+        to which the T rows are copied once for each part of the chains.
 
         What lies behind the last copy, and may be read as part of a page but is never seen, is zero.
         """
@@ -70,8 +71,8 @@ _PAGES: "WeakKeyDictionary[PackedTree, dict[int, tuple[KeyPages, ...]]]" = WeakK
 def key_pages(packed: PackedTree, page_rows: int) -> tuple[KeyPages, ...]:
     """The pages of a layout's paths, in row order; kept as long as the layout lives.
 
-    Chains come in parts of which none copies more rows than the layout's cap of keys; beside those of its own tiles, a
-    part copies a few of chains above it.
+    Chains come in parts, most often one. The copied tiles of a part's own chains have at most as many rows as the
+    layout's cap of keys (one tile at least); those of chains above, which it copies again, at most as many as a path.
     """
     kept = _PAGES.setdefault(packed, {})
     if page_rows not in kept:
@@ -121,9 +122,8 @@ def _lay_pages(blocks: BlockTree, page_rows: int) -> tuple[Ints, Ints]:
             pages[:page] = theirs[:page]
         if above:  # rows of the page that lie above the chain
             at = int(theirs[page]) - blocks.num_rows
-            copy = np.full(
-                page_rows, start, np.int64
-            )  # what is not overwritten lies behind the chain and is never seen
+            # what stays `start` lies behind the chain, and is never seen
+            copy = np.full(page_rows, start, np.int64)
             copy[:above] = copies[at // page_rows][:above] if at >= 0 else theirs[page] + np.arange(above)
             own = min(length - depth, page_rows - above)
             copy[above : above + own] = start + np.arange(own)
