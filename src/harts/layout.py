@@ -148,7 +148,7 @@ def pack(tree: PrefixTree, *, key_cap: int | None = None, device: torch.device |
     if key_cap is None:
         key_cap = max(262_144, 2 * tree.num_rows)
     if key_cap < 1:
-        raise ValueError(f"key_cap: expected a positive number of rows, came {key_cap}")
+        raise ValueError(f"key_cap: expected a positive number of rows, came {key_cap}; leave it out for the default")
     blocks = BlockTree.build(tree)
     num_rows = tree.num_rows
     tree_row_T = np.empty(num_rows, np.int64)
