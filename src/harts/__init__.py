@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from harts.cost import CostModel
     from harts.formats import read, write
     from harts.layout import PackedTree, pack
-    from harts.models import attach, detach, logprobs
+    from harts.models import attach, detach, logprobs, logprobs_flat, logprobs_padded
     from harts.models.fuse import fuse, unfuse
     from harts.ops.kernels import Kernels
     from harts.plan import Plan, check_plan, make_plan
@@ -36,6 +36,8 @@ __all__ = [
     "detach",
     "fuse",
     "logprobs",
+    "logprobs_flat",
+    "logprobs_padded",
     "make_plan",
     "pack",
     "read",
@@ -56,6 +58,8 @@ _MODULE_OF = {
     "detach": "harts.models",
     "fuse": "harts.models.fuse",
     "logprobs": "harts.models",
+    "logprobs_flat": "harts.models",
+    "logprobs_padded": "harts.models",
     "make_plan": "harts.plan",
     "pack": "harts.layout",
     "read": "harts.formats",

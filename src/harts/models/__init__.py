@@ -1,6 +1,7 @@
 """transformers models on a tree: attach, detach, score."""
 
 from harts.models.attach import attach, detach
+from harts.models.batches import BatchScores, logprobs_flat, logprobs_padded
 from harts.models.kernel_choice import default_kernels
 from harts.models.presets import PRESETS, tiny_model
 from harts.models.recompute import recompute_activations
@@ -9,12 +10,15 @@ from harts.models.scoring import logprobs
 
 __all__ = [
     "PRESETS",
+    "BatchScores",
     "RouterConfig",
     "RouterOutput",
     "attach",
     "default_kernels",
     "detach",
     "logprobs",
+    "logprobs_flat",
+    "logprobs_padded",
     "recompute_activations",
     "tiny_model",
 ]
