@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from harts.cost import CostModel
     from harts.formats import read, write
     from harts.layout import PackedTree, pack
-    from harts.models import attach, detach, logprobs, logprobs_flat, logprobs_padded
+    from harts.models import Scores, attach, detach, logprobs, logprobs_flat, logprobs_padded
     from harts.models.fuse import fuse, unfuse
     from harts.ops.kernels import Kernels
     from harts.plan import Plan, check_plan, make_plan
@@ -30,6 +30,7 @@ __all__ = [
     "PackedTree",
     "Plan",
     "PrefixTree",
+    "Scores",
     "Trajectory",
     "attach",
     "check_plan",
@@ -52,6 +53,7 @@ _MODULE_OF = {
     "PackedTree": "harts.layout",
     "Plan": "harts.plan",
     "PrefixTree": "harts.tree",
+    "Scores": "harts.models",
     "Trajectory": "harts.trajectory",
     "attach": "harts.models",
     "check_plan": "harts.plan",

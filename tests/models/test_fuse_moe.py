@@ -47,7 +47,9 @@ def score(
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """Log-probs, what the routers gave, and gradients of both."""
     model.zero_grad()
-    values, router = logprobs(model, packed, router=ROUTER, kernels=kernels or Kernels())
+    scores = logprobs(model, packed, router=ROUTER, kernels=kernels or Kernels())
+    values, router = scores.logprobs_N, scores.router
+    assert router is not None
     weight_N = torch.randn(len(values), generator=torch.Generator().manual_seed(2)).to(values)
     ((values * weight_N).sum() + router.aux_loss()).backward()
     return values.detach(), router, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -70,7 +70,7 @@ def packed_tree(trajectories: Sequence[Trajectory], share: Share = "tree") -> Pa
 def score(model: nn.Module, packed: PackedTree, kernels: Kernels, exact: bool = False) -> Tensor:
     """Log-probs of all tokens; `exact` routes as `RouterConfig` says."""
     if exact:
-        return logprobs(model, packed, kernels=kernels, router=RouterConfig(scope="microbatch", exact=True))[0]
+        return logprobs(model, packed, kernels=kernels, router=RouterConfig(scope="microbatch", exact=True)).logprobs_N
     return logprobs(model, packed, kernels=kernels)
 
 

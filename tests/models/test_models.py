@@ -48,7 +48,9 @@ def compare(model: nn.Module, trajectories: list[Trajectory], separate_rows: Sep
     expected_grads = gradients(model, (expected * weight).sum())
     harts.attach(model)
     packed = harts.pack(PrefixTree.build(trajectories))
-    ours = torch.stack(harts.logprobs(model, packed, entropy=True))
+    scores = harts.logprobs(model, packed, entropy=True)
+    assert scores.entropy_N is not None
+    ours = torch.stack([scores.logprobs_N, scores.entropy_N])
     grads = gradients(model, (ours * weight).sum())
     harts.detach(model)
     return float((ours - expected).detach().abs().max()), largest_difference(grads, expected_grads)

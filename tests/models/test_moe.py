@@ -85,6 +85,12 @@ def pack(trajectories: Sequence[Trajectory]) -> harts.PackedTree:
     return harts.pack(PrefixTree.build(trajectories))
 
 
+def routed(model: nn.Module, packed: harts.PackedTree, config: RouterConfig) -> tuple[Tensor, RouterOutput]:
+    scores = harts.logprobs(model, packed, router=config)
+    assert scores.router is not None
+    return scores.logprobs_N, scores.router
+
+
 def both_losses(scope: Any = "microbatch", **changes: Any) -> RouterConfig:
     return RouterConfig(scope=scope, balance_coefficient=0.5, z_coefficient=0.1, **changes)
 
@@ -101,7 +107,7 @@ def test_log_probs_gradients_and_statistics_in_fp64(family: str, shape: str) -> 
         expected, routers = run_alone(model, trajectories)
         auxiliary = 0.5 * balance_of(model, routers) + 0.1 * z_of(routers)
         grads, aux_grads = gradients(model, (expected * weight).sum()), gradients(model, auxiliary)
-        ours, router = harts.logprobs(harts.attach(model), pack(trajectories), router=both_losses())
+        ours, router = routed(harts.attach(model), pack(trajectories), both_losses())
         our_grads, our_aux = gradients(model, (ours * weight).sum()), gradients(model, router.aux_loss())
     assert float((ours - expected).detach().abs().max()) < 1e-10
     assert difference(our_grads, grads) < 1e-8
@@ -126,7 +132,7 @@ def test_dense_layers_between() -> None:
     with all_fp64():
         model = tiny_model("tiny-qwen3-next", mlp_only_layers=[1], **FP64)
         _, routers = run_alone(model, trajectories)
-        _, router = harts.logprobs(harts.attach(model), pack(trajectories), router=both_losses())
+        _, router = routed(harts.attach(model), pack(trajectories), both_losses())
     assert router.statistics.load_YE.shape == (3, 8)
     assert torch.equal(router.statistics.load_YE, loads_of(model, routers))
 
@@ -193,9 +199,9 @@ def test_every_plan_gives_the_gradients_of_the_step(scope: Any) -> None:
                 [t for t, s in zip(trajectories, slots, strict=True) if s == slot] for slot in sorted(set(slots))
             ]
             with torch.no_grad():
-                first = [harts.logprobs(model, pack(batch), router=config)[1].statistics for batch in batches]
+                first = [routed(model, pack(batch), config)[1].statistics for batch in batches]
             step = RouterStep.from_statistics(first)
-            losses = [harts.logprobs(model, pack(batch), router=config)[1].aux_loss(step) for batch in batches]
+            losses = [routed(model, pack(batch), config)[1].aux_loss(step) for batch in batches]
             total = torch.stack(losses).sum()
             found.append((total, gradients(model, total), step.load_YE))
     for total, grads, load in found[1:]:
@@ -211,7 +217,7 @@ def test_scope_step_is_the_balancing_loss_of_the_whole_batch() -> None:
     with all_fp64():
         model = tiny_model(FAST, **FP64)
         theirs = balance_of(model, run_alone(model, trajectories)[1])
-        _, router = harts.logprobs(harts.attach(model), pack(trajectories), router=config)
+        _, router = routed(harts.attach(model), pack(trajectories), config)
         ours = router.aux_loss(RouterStep.from_statistics([router.statistics]))
     assert abs(float((ours - theirs).detach())) < 1e-10
 
@@ -219,11 +225,11 @@ def test_scope_step_is_the_balancing_loss_of_the_whole_batch() -> None:
 def test_physical_load_counts_rows_and_logical_load_tokens() -> None:
     packed = pack(AWKWARD["duplicates"])
     model = harts.attach(tiny_model(FAST))
-    statistics = harts.logprobs(model, packed, router=RouterConfig(scope="microbatch"))[1].statistics
+    statistics = routed(model, packed, RouterConfig(scope="microbatch"))[1].statistics
     assert statistics.physical_YE.sum(1).tolist() == [3 * packed.num_rows] * 2
     assert statistics.load_YE.sum(1).tolist() == [3 * packed.num_tokens] * 2
     assert statistics.tokens == packed.num_tokens
-    trained = harts.logprobs(model, packed, router=RouterConfig(scope="trajectory", tokens="trained"))[1].statistics
+    trained = routed(model, packed, RouterConfig(scope="trajectory", tokens="trained"))[1].statistics
     assert trained.load_YE.sum(1).tolist() == [3 * int(packed.loss_mask_N.sum())] * 2
     assert trained.tokens_U.tolist() == [each.num_trained for each in AWKWARD["duplicates"]]
 
@@ -245,7 +251,7 @@ def recompute(model: Any, *, reentrant: bool = False) -> nn.Module:
 def test_recomputation_counts_once_and_gives_the_same_gradients(family: str, monkeypatch: Any) -> None:
     packed = pack(AWKWARD["comb"])
     model = harts.attach(tiny_model(family, **FP64))
-    values, plain = harts.logprobs(model, packed, router=both_losses())
+    values, plain = routed(model, packed, both_losses())
     expected = gradients(model, values.sum() + plain.aux_loss())
     kept: list[Routing] = []
     runs: list[int] = []
@@ -264,7 +270,7 @@ def test_recomputation_counts_once_and_gives_the_same_gradients(family: str, mon
     monkeypatch.setattr(routing_module, "router_sums", counted)
     monkeypatch.setattr("harts.models.scoring.start_routing", started)
     recompute(model)
-    values, router = harts.logprobs(model, packed, router=both_losses())
+    values, router = routed(model, packed, both_losses())
     loss = values.sum() + router.aux_loss()
     layers = len(router.statistics.load_YE)
     assert len(runs) == layers
@@ -286,7 +292,7 @@ def test_law_fails_when_the_recomputation_counts_again(monkeypatch: Any) -> None
         self.sums[place] = sums
 
     monkeypatch.setattr(Routing, "_keep", keep)
-    values, router = harts.logprobs(model, packed, router=both_losses())
+    values, router = routed(model, packed, both_losses())
     once = router.statistics.load_YE.clone()
     (values.sum() + router.aux_loss()).backward()
     assert all(torch.equal(total[place][0], 2 * once[place]) for place in total)
@@ -298,7 +304,7 @@ def test_reentrant_recomputation_hides_the_routers_and_is_refused() -> None:
     model.enable_input_require_grads()
     with pytest.raises(ValueError, match="use_reentrant=False"):
         harts.logprobs(model, packed, router=both_losses())
-    values, router = harts.logprobs(model, packed, router=RouterConfig(scope="microbatch"))
+    values, router = routed(model, packed, RouterConfig(scope="microbatch"))
     values.sum().backward()
     assert int(router.statistics.load_YE.sum()) == 2 * 3 * packed.num_tokens
 
@@ -323,7 +329,7 @@ def test_law_fails_when_multiplicities_are_ignored(monkeypatch: Any) -> None:
         _, routers = run_alone(model, trajectories)
         auxiliary = 0.5 * balance_of(model, routers) + 0.1 * z_of(routers)
         grads = gradients(model, auxiliary)
-        _, router = harts.logprobs(harts.attach(model), pack(trajectories), router=both_losses())
+        _, router = routed(harts.attach(model), pack(trajectories), both_losses())
         ours = gradients(model, router.aux_loss())
     assert not torch.equal(router.statistics.load_YE, loads_of(model, routers))
     assert difference(ours, grads) > 1e-2
@@ -332,15 +338,17 @@ def test_law_fails_when_multiplicities_are_ignored(monkeypatch: Any) -> None:
 # -- what users do -------------------------------------------------------------------------------------------------
 
 
-def test_results_come_in_a_fixed_order_and_dense_calls_are_as_before() -> None:
+def test_router_statistics_are_an_extra_and_dense_calls_are_as_before() -> None:
     packed = pack(AWKWARD["star"])
     model = harts.attach(tiny_model(FAST))
     config = RouterConfig(scope="microbatch")
     alone = harts.logprobs(model, packed)
     assert isinstance(alone, Tensor)
-    values, entropy, router = harts.logprobs(model, packed, entropy=True, router=config)
-    assert torch.equal(values, alone)
-    assert entropy.shape == alone.shape
+    scores = harts.logprobs(model, packed, entropy=True, router=config)
+    router = scores.router
+    assert torch.equal(scores.logprobs_N, alone)
+    assert scores.entropy_N is not None
+    assert scores.entropy_N.shape == alone.shape
     assert isinstance(router, RouterOutput)
     assert router.routes_YTK is None
     assert float(router.aux_loss()) == 0
@@ -377,8 +385,8 @@ def test_multimodal_checkpoints_run_their_text_model() -> None:
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     packed = pack(AWKWARD["star"])
     with torch.no_grad():
-        ours, router = harts.logprobs(harts.attach(model), packed, router=both_losses())
-        theirs, expected = harts.logprobs(harts.attach(text), packed, router=both_losses())
+        ours, router = routed(harts.attach(model), packed, both_losses())
+        theirs, expected = routed(harts.attach(text), packed, both_losses())
     assert torch.equal(ours, theirs)
     assert torch.equal(router.statistics.load_YE, expected.statistics.load_YE)
 
@@ -392,7 +400,7 @@ def test_exact_mode_breaks_ties_by_index_and_routes_in_fp32() -> None:
         layer.mlp.gate.weight.data[:] = layer.mlp.gate.weight.data[:1]
         layer.mlp.gate.register_forward_hook(lambda module, args, output: seen.append(output[0]))
     config = RouterConfig(scope="microbatch", exact=True, routes=True)
-    router = harts.logprobs(model, packed, router=config)[1]
+    router = routed(model, packed, config)[1]
     assert router.routes_YTK is not None
     assert (router.routes_YTK == torch.arange(3)).all()
     assert {logits.dtype for logits in seen} == {torch.float32}

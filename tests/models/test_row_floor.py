@@ -39,19 +39,16 @@ def score(
 ) -> tuple[Tensor, Grads, Any]:
     """Log-probs and entropies, gradients of a weighted sum of them and of auxiliary losses, and the routers' output."""
     kernels = Kernels(min_rows=min_rows)
-    if router is None:
-        results: Any = (*harts.logprobs(model, packed, entropy=True, kernels=kernels), None)
-    else:
-        results = harts.logprobs(model, packed, entropy=True, kernels=kernels, router=router)
-    values = torch.stack(results[:2])
+    scores: Any = harts.logprobs(model, packed, entropy=True, kernels=kernels, router=router)
+    values = torch.stack([scores.logprobs_N, scores.entropy_N])
     weight = torch.randn(values.shape, dtype=values.dtype, generator=torch.Generator().manual_seed(1))
     loss = (values * weight).sum()
     if router is not None:
-        loss = loss + results[2].aux_loss()
+        loss = loss + scores.router.aux_loss()
     model.zero_grad(set_to_none=True)
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return values.detach(), grads, results[2]
+    return values.detach(), grads, scores.router
 
 
 def assert_same(ours: tuple[Tensor, Grads, Any], plain: tuple[Tensor, Grads, Any]) -> None:

@@ -87,10 +87,11 @@ def test_one_process(group: None, preset: str, recompute: bool) -> None:
     for packed in microbatches():
         results = []
         for model in (whole, parts):
-            values, entropy, *routed = logprobs(model, packed, entropy=True, router=router)  # type: ignore[call-overload]
-            loss = values.sum() + 0.1 * entropy.sum() + sum(each.aux_loss() for each in routed)
-            loss.backward()
-            results.append((values.detach(), entropy.detach()))
+            scores: Any = logprobs(model, packed, entropy=True, router=router, hidden=True, top_k=3)
+            parts_of = (scores.logprobs_N, scores.entropy_N, scores.hidden_N, scores.top_logprobs_NK)
+            loss = sum(weight * part.sum() for weight, part in zip((1.0, 0.1, 0.01, 0.1), parts_of, strict=True))
+            (loss if router is None else loss + scores.router.aux_loss()).backward()
+            results.append([part.detach() for part in parts_of])
         for one, other in zip(*results, strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-12)
     assert_alike(gradients(parts), gradients(whole))
@@ -111,8 +112,9 @@ def test_every_way_to_shard(group: None, style: str, trained: str) -> None:
         with torch.no_grad():
             assert torch.allclose(logprobs(parts, packed), logprobs(whole, packed), rtol=0, atol=1e-12)
         for model in (whole, parts):
-            values, entropy = logprobs(model, packed, entropy=True)
-            (values.sum() + entropy.sum()).backward()
+            scores = logprobs(model, packed, entropy=True)
+            assert scores.entropy_N is not None
+            (scores.logprobs_N.sum() + scores.entropy_N.sum()).backward()
     assert_alike(gradients(parts), gradients(whole))
 
 

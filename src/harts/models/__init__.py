@@ -6,13 +6,15 @@ from harts.models.kernel_choice import default_kernels
 from harts.models.presets import PRESETS, tiny_model
 from harts.models.recompute import recompute_activations
 from harts.models.routing import RouterConfig, RouterOutput
-from harts.models.scoring import logprobs
+from harts.models.scores import Scores
+from harts.models.scoring import logprobs, score_tree
 
 __all__ = [
     "PRESETS",
     "BatchScores",
     "RouterConfig",
     "RouterOutput",
+    "Scores",
     "attach",
     "default_kernels",
     "detach",
@@ -20,5 +22,6 @@ __all__ = [
     "logprobs_flat",
     "logprobs_padded",
     "recompute_activations",
+    "score_tree",
     "tiny_model",
 ]

@@ -7,7 +7,7 @@ has one entry a token, at that token's own place: nothing is shifted.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from harts.layout import PackedTree, pack
-from harts.models.routing import RouterConfig, RouterOutput
-from harts.models.scoring import logprobs
+from harts.models.routing import RouterOutput
+from harts.models.scores import Extras
+from harts.models.scoring import score_tree
 from harts.models.sharded import compute_device
 from harts.ops.kernels import Kernels
 from harts.trajectory import Trajectory
@@ -28,11 +29,9 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-class ScoreOptions(TypedDict, total=False):
-    """What both functions take besides: entropy, router, kernels as in `harts.logprobs`, key_cap as in `harts.pack`."""
+class ScoreOptions(Extras, total=False):
+    """What both functions take besides: extras and kernels as in `harts.logprobs`, key_cap as in `harts.pack`."""
 
-    entropy: bool
-    router: RouterConfig | None
     kernels: Kernels | None
     key_cap: int | None
 
@@ -46,6 +45,10 @@ class BatchScores:
             differentiable; 0 elsewhere.
         entropy: entropy (nats) of the distribution that each scored token was predicted from; None unless asked for.
         router: of a mixture of experts; None unless asked for.
+        hidden: the hidden state that predicted each scored token, with the channels behind the shape of the ids; None
+            unless asked for.
+        top_logprobs, top_ids: of the most likely tokens in each scored token's place, largest first, behind the shape
+            of the ids; None unless asked for. Ids elsewhere are -1.
         packed: the tree that ran: `packed.num_rows` rows for `packed.num_tokens` tokens.
     """
 
@@ -53,6 +56,9 @@ class BatchScores:
     entropy: Tensor | None
     router: RouterOutput | None
     packed: PackedTree
+    hidden: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
 
 
 def logprobs_padded(
@@ -149,21 +155,25 @@ def _score(
 ) -> BatchScores:
     device = compute_device(model)
     packed = pack(PrefixTree.build(trajectories), key_cap=options.get("key_cap"), device=device)
-    entropy, router = options.get("entropy", False), options.get("router")
-    call: Any = logprobs  # its overloads know literals alone
-    result = call(model, packed, entropy=entropy, kernels=options.get("kernels"), router=router)
-    parts = list(result) if isinstance(result, tuple) else [result]
+    extras: Any = {name: value for name, value in options.items() if name != "key_cap"}
+    scores = score_tree(model, packed, **extras)
     # the caller's places, each once: a copy, whose backward is a gather
     place = torch.from_numpy(place_N).to(device)
 
-    def to_shape(values_N: Tensor) -> Tensor:
-        return values_N.new_zeros(int(np.prod(shape))).index_copy(0, place, values_N).reshape(tuple(shape))
+    def to_shape(values: Tensor | None, *, elsewhere: int = 0) -> Tensor | None:
+        if values is None:
+            return None
+        out = values.new_full((int(np.prod(shape)), *values.shape[1:]), elsewhere)
+        return out.index_copy(0, place, values).reshape(*shape, *values.shape[1:])
 
     return BatchScores(
-        logprobs=to_shape(parts[0]),
-        entropy=to_shape(parts[1]) if entropy else None,
-        router=parts[-1] if router is not None else None,
+        logprobs=cast(Tensor, to_shape(scores.logprobs_N)),
+        entropy=to_shape(scores.entropy_N),
+        router=scores.router,
         packed=packed,
+        hidden=to_shape(scores.hidden_N),
+        top_logprobs=to_shape(scores.top_logprobs_NK),
+        top_ids=to_shape(scores.top_ids_NK, elsewhere=-1),
     )
 
 

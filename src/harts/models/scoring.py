@@ -1,6 +1,6 @@
 """harts.logprobs: a model and a packed tree in, one log-probability per token of every trajectory out."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 from harts.formats import check_vocabulary
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
+from harts.models.heads import Parts, check_top_k, run_head, to_tokens
 from harts.models.kernel_choice import default_kernels
-from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
+from harts.models.routing import RouterConfig, Routing, moe_layers, start_routing
 from harts.models.row_floor import cut_rows, repeat_first
+from harts.models.scores import Extras, Scores
 from harts.models.sharded import check_gathered, compute_device, find_whole, run_whole
-from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
-from harts.ops.rows import gather_rows
 
-__all__ = ["logprobs"]
+__all__ = ["logprobs", "score_tree"]
 
 
 @overload
@@ -25,45 +25,19 @@ def logprobs(
     model: nn.Module,
     packed: PackedTree,
     *,
-    entropy: Literal[False] = False,
     kernels: Kernels | None = None,
+    entropy: Literal[False] = False,
     router: None = None,
+    hidden: Literal[False] = False,
+    top_k: None = None,
 ) -> Tensor: ...
 @overload
 def logprobs(
-    model: nn.Module,
-    packed: PackedTree,
-    *,
-    entropy: Literal[True],
-    kernels: Kernels | None = None,
-    router: None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
+    model: nn.Module, packed: PackedTree, *, kernels: Kernels | None = None, **extras: Unpack[Extras]
+) -> Scores: ...
 def logprobs(
-    model: nn.Module,
-    packed: PackedTree,
-    *,
-    entropy: Literal[False] = False,
-    kernels: Kernels | None = None,
-    router: RouterConfig,
-) -> tuple[Tensor, RouterOutput]: ...
-@overload
-def logprobs(
-    model: nn.Module,
-    packed: PackedTree,
-    *,
-    entropy: Literal[True],
-    kernels: Kernels | None = None,
-    router: RouterConfig,
-) -> tuple[Tensor, Tensor, RouterOutput]: ...
-def logprobs(
-    model: nn.Module,
-    packed: PackedTree,
-    *,
-    entropy: bool = False,
-    kernels: Kernels | None = None,
-    router: RouterConfig | None = None,
-) -> Tensor | tuple[Tensor | RouterOutput, ...]:
+    model: nn.Module, packed: PackedTree, *, kernels: Kernels | None = None, **extras: Unpack[Extras]
+) -> Tensor | Scores:
     """Log-probability of every trained token of every trajectory, differentiable.
 
     Each distinct token runs once. The result has one entry per token, trajectory after trajectory in the order given
@@ -74,43 +48,62 @@ def logprobs(
     Args:
         model: a model that `harts.attach` was called on.
         packed: from `harts.pack`, on the model's device.
-        entropy: also return the entropy (nats) of the distribution that each trained token was predicted from, in the
-            same form, differentiable too.
         kernels: implementations of the ops; None: `harts.models.default_kernels`, the fastest that take the model.
-        router: what to take from the routers of a mixture-of-experts model: loads, balancing loss, z-loss.
+        **extras: what to give besides, all off by default. `entropy=True`: of the distribution that each trained token
+            was predicted from. `router=RouterConfig(...)`: loads, balancing loss, z-loss and routes of a
+            mixture-of-experts model. `hidden=True`: the hidden state that predicted each trained token. `top_k=K`: ids
+            and log-probabilities of the K most likely tokens in each trained token's place.
 
     Returns:
-        logprobs_N: [N], fp32 (fp64 for an fp64 model); `packed.split` cuts it into trajectories. With `entropy=True`
-        and with `router` a tuple: logprobs_N, then entropy_N, then the `RouterOutput`, as far as asked for.
+        logprobs_N: [N], fp32 (fp64 for an fp64 model); `packed.split` cuts it into trajectories. Where an extra is
+        asked for, a `Scores` with that and the log-probabilities.
 
     Raises:
+        TypeError: an extra that there is not.
         ValueError: the model is not attached, has active dropout (one row of a tree stands for several trajectories,
             so sharing would change what dropout means), has a head that is no plain linear layer, lies on another
             device, or a token id is outside its vocabulary; the model is dense where `router` or recorded routes are
-            given, or those do not fit it; the model is sharded by FSDP1, or a part of it alone by FSDP2.
+            given, or those do not fit it; the model is sharded by FSDP1, or a part of it alone by FSDP2; `top_k` is
+            below 1 or above the vocabulary.
     """
+    scores = score_tree(model, packed, kernels=kernels, **extras)
+    return scores if any(value is not None and value is not False for value in extras.values()) else scores.logprobs_N
+
+
+def score_tree(
+    model: nn.Module,
+    packed: PackedTree,
+    *,
+    kernels: Kernels | None = None,
+    entropy: bool = False,
+    router: RouterConfig | None = None,
+    hidden: bool = False,
+    top_k: int | None = None,
+) -> Scores:
+    """`logprobs`, whose result is a `Scores` whatever is asked for."""
     backbone = find_backbone(model)
     kernels = kernels or default_kernels(model)
     whole = _check(model, backbone, packed)
+    check_top_k(top_k, _find_head(backbone).out_features)
     routing = _start_routing(backbone, packed, router)
 
-    def score(decoded: Any) -> tuple[Tensor, Tensor | None]:
+    def score(decoded: Any) -> Parts:
         if routing is not None:
             routing.check_complete()
         hidden_TD = cut_rows(decoded.last_hidden_state[0], packed.num_rows)
-        return _run_head(backbone, hidden_TD, packed, kernels, entropy)
+        head = _find_head(backbone)
+        check_gathered(head.weight)
+        return run_head(head, hidden_TD, packed, kernels, entropy=entropy, hidden=hidden, top_k=top_k)
 
     inputs = _inputs(backbone, packed, kernels, routing)
     if whole is None:
-        logprobs_M, entropy_M = score(backbone.text(**inputs))
+        parts = score(backbone.text(**inputs))
     else:
-        logprobs_M, entropy_M = run_whole(whole, backbone.text, _find_head(backbone), inputs, score)
-    results: list[Tensor | RouterOutput] = [_to_tokens(logprobs_M, packed)]
-    if entropy_M is not None:
-        results.append(_to_tokens(entropy_M, packed))
+        parts = run_whole(whole, backbone.text, _find_head(backbone), inputs, score)
+    routed = None
     if routing is not None and router is not None:
-        results.append(routing.output(backbone.config.num_experts_per_tok))
-    return tuple(results) if len(results) > 1 else results[0]  # type: ignore[return-value]
+        routed = routing.output(backbone.config.num_experts_per_tok)
+    return to_tokens(parts, packed, routed)
 
 
 def _start_routing(backbone: Backbone, packed: PackedTree, router: RouterConfig | None) -> Routing | None:
@@ -137,28 +130,6 @@ def _inputs(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: R
         # transformers' own balancing loss, which a sharded model would compute, takes no tree
         **({"output_router_logits": False} if getattr(backbone.config, "output_router_logits", False) else {}),
     }
-
-
-def _run_head(
-    backbone: Backbone, hidden_TD: Tensor, packed: PackedTree, kernels: Kernels, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [M] and entropies [M] of the rows' targets; in a sharded model while the head is gathered."""
-    head = _find_head(backbone)
-    check_gathered(head.weight)
-    return row_logprobs(
-        hidden_TD,
-        head.weight,
-        packed,
-        bias_V=head.bias,
-        entropy=entropy,
-        chunk_rows=kernels.chunk_rows,
-        impl=kernels.row_logprobs,
-    )
-
-
-def _to_tokens(values_M: Tensor, packed: PackedTree) -> Tensor:
-    """One gather hands a row's value to every trajectory through it; its backward sums their gradients."""
-    return gather_rows(values_M, packed.target_of_N, missing=True)
 
 
 def _find_head(backbone: Backbone) -> nn.Linear:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harts.layout import PackedTree, pack
-from harts.models import attach, detach, logprobs
+from harts.models import attach, detach, score_tree
 from harts.models.attach import find_backbone
 from harts.ops.kernels import Kernels
 from harts.testing.fp64 import all_fp64
@@ -110,7 +110,9 @@ def score_packed(model: nn.Module, packed: PackedTree, *, kernels: Kernels | Non
     weights_2N = _loss_weights(packed.loss_mask_N, seed)
     names, parameters = _trainable(model)
     with _precision(parameters[0].dtype):
-        logprobs_N, entropy_N = logprobs(model, packed, entropy=True, kernels=kernels)
+        scores = score_tree(model, packed, entropy=True, kernels=kernels)
+        logprobs_N, entropy_N = scores.logprobs_N, scores.entropy_N
+        assert entropy_N is not None, "it was asked for"
         loss = (weights_2N.to(logprobs_N) * torch.stack([logprobs_N, entropy_N])).sum()
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     return Scores(logprobs_N.detach(), entropy_N.detach(), _by_name(names, parameters, grads))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harts.layout import pack
-from harts.models import RouterConfig, logprobs
+from harts.models import RouterConfig, score_tree
 from harts.models.attach import find_backbone
 from harts.ops.kernels import Kernels
 from harts.trajectory import Trajectory
@@ -85,9 +85,10 @@ def route_stability(
 
     def run(share: Share) -> Tensor:
         packed = pack(PrefixTree.build(trajectories, share=share), device=parameter.device)
-        routes_YTK = logprobs(model, packed, kernels=kernels, router=config)[1].routes_YTK
-        assert routes_YTK is not None, "the routes were asked for"
-        return routes_YTK[:, packed.row_of_N]
+        router = score_tree(model, packed, kernels=kernels, router=config).router
+        assert router is not None, "it was asked for"
+        assert router.routes_YTK is not None, "the routes were asked for"
+        return router.routes_YTK[:, packed.row_of_N]
 
     tree, rows, again = run("tree"), run("none"), run("none")
     return RouteStability(

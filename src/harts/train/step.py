@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harts.cost import CostModel
 from harts.layout import PackedTree, pack
 from harts.losses import Loss, LossInputs, LossMetrics, StepDenominators
-from harts.models import RouterConfig, RouterOutput, logprobs
+from harts.models import RouterConfig, logprobs, score_tree
 from harts.ops.kernels import Kernels
 from harts.ops.moe import RouterStep
 from harts.plan import Plan, check_plan, make_plan
@@ -151,10 +151,10 @@ def count_routes(
         return RouterStep.from_trajectories(step.trajectories, tokens=router.tokens)
     with torch.no_grad():
         passes = [
-            logprobs(model, microbatch.packed, router=microbatch.counted(router), kernels=kernels)[1].statistics
+            score_tree(model, microbatch.packed, router=microbatch.counted(router), kernels=kernels).router
             for microbatch in step.microbatches
         ]
-    counts = RouterStep.from_statistics(passes)
+    counts = RouterStep.from_statistics([each.statistics for each in passes if each is not None])
     return counts.all_reduce() if replicas.size > 1 else counts
 
 
@@ -201,7 +201,13 @@ def accumulate(
     total: LossMetrics | None = None
     router_loss, statistics = 0.0, []
     for microbatch in step.microbatches:
-        scores = _score(model, microbatch, loss.requires, router, kernels)
+        scores = score_tree(
+            model,
+            microbatch.packed,
+            kernels=kernels,
+            entropy="entropy" in loss.requires,
+            router=None if router is None else microbatch.counted(router),
+        )
         inputs = LossInputs.from_trajectories(
             microbatch.trajectories,
             scores.logprobs_N,
@@ -222,32 +228,6 @@ def accumulate(
         total = output.metrics if total is None else total + output.metrics
     assert total is not None, "a plan has a slot"
     return Accumulated(total, router_loss, RouterStep.from_statistics(statistics) if statistics else None)
-
-
-@dataclass(frozen=True, eq=False)
-class _Scores:
-    logprobs_N: Tensor
-    entropy_N: Tensor | None
-    router: RouterOutput | None
-
-
-def _score(
-    model: nn.Module,
-    microbatch: Microbatch,
-    requires: Collection[str],
-    router: RouterConfig | None,
-    kernels: Kernels | None,
-) -> _Scores:
-    packed, entropy = microbatch.packed, "entropy" in requires
-    if router is None:
-        if entropy:
-            return _Scores(*logprobs(model, packed, entropy=True, kernels=kernels), None)
-        return _Scores(logprobs(model, packed, kernels=kernels), None, None)
-    counted = microbatch.counted(router)
-    if entropy:
-        return _Scores(*logprobs(model, packed, entropy=True, router=counted, kernels=kernels))
-    values, routed = logprobs(model, packed, router=counted, kernels=kernels)
-    return _Scores(values, None, routed)
 
 
 def update(

@@ -6,10 +6,11 @@ from harts.layout import PackedTree
 from harts.ops.dispatch import choose
 from harts.ops.logprobs.chunked import row_logprobs_chunked
 from harts.ops.logprobs.reference import row_logprobs_reference
+from harts.ops.logprobs.top import top_tokens
 from harts.ops.requirements import require_triton
 from harts.ops.rows import gather_rows
 
-__all__ = ["row_logprobs"]
+__all__ = ["row_logprobs", "top_tokens"]
 
 
 def _fused(
