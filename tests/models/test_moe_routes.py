@@ -99,7 +99,7 @@ def test_loads_count_the_forced_experts() -> None:
     model = harts.attach(tiny_model(FAST))
     trajectories = record(AWKWARD["star"], 2, same=True)
     packed = harts.pack(PrefixTree.build(trajectories))
-    router = harts.logprobs(model, packed, router=RouterConfig(scope="microbatch", routes=True))[1]
+    router = harts.logprobs(model, packed, router=RouterConfig(scope="microbatch", routes=True)).router
     assert router.routes_YTK is not None
     recorded = np.concatenate([each.routes[:-1] for each in trajectories if each.routes is not None])
     forced = np.stack([np.bincount(recorded[:, layer].ravel(), minlength=EXPERTS) for layer in range(2)])

@@ -169,7 +169,7 @@ def test_no_tree_op_runs_on_dummy_rows_and_no_gradient_reaches_them(
         projection = layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
         projection.register_forward_pre_hook(lambda module, args: mixed.append(args[0].detach().flatten(0, -2)))
         layer.register_forward_hook(lambda module, args, output: hidden.append(output))
-    for module in model.modules():
+    for module in model.model.modules():
         module.register_forward_hook(check_finite)
     values = harts.logprobs(model, packed, kernels=Kernels(min_rows=floor))
     for output in hidden:

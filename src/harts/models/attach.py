@@ -8,7 +8,9 @@ from torch import nn
 from harts.models.attention import PREFIX, register
 from harts.models.families import FAMILIES, Family
 from harts.models.routing import install, uninstall
+from harts.models.seams import check_around, find_head
 from harts.models.twins import swap, swap_back
+from harts.models.watch import install_watch, uninstall_watch
 
 __all__ = ["Backbone", "attach", "detach", "find_backbone"]
 
@@ -18,12 +20,14 @@ class Backbone:
     """The parts of a model that HARTS calls.
 
     Attributes:
+        inner: the causal language model, behind wrappers.
         text: the decoder: token ids to final hidden states.
         head: the output embedding.
         config: its text config.
         family: how to attach to it.
     """
 
+    inner: nn.Module
     text: nn.Module
     head: nn.Module
     config: Any
@@ -67,6 +71,8 @@ def attach(model: nn.Module) -> nn.Module:
             router noise, expert dropout) or a wrapper of its mixers is not supported. The message names what is.
     """
     backbone = find_backbone(model)
+    check_around(model, backbone.inner, backbone.text)
+    find_head(backbone.head)
     _check_config(backbone.config)
     if not getattr(backbone.text, _MARK, False):
         _check_layers(backbone)
@@ -75,6 +81,7 @@ def attach(model: nn.Module) -> nn.Module:
             swap(backbone.text, {classes[0]: classes[1]})
         mixers = {backbone.family.attention_class(), *(classes or ())}
         install(backbone.text, mixers, backbone.family.router_class())
+        install_watch(backbone.text, mixers)
         setattr(backbone.text, _MARK, True)
     if not backbone.tree_attention:
         backbone.config._attn_implementation = register(backbone.config._attn_implementation or "eager")
@@ -94,6 +101,7 @@ def detach(model: nn.Module) -> nn.Module:
         if classes is not None:
             swap(backbone.text, {classes[1]: classes[0]})
         uninstall(backbone.text)
+        uninstall_watch(backbone.text)
         delattr(backbone.text, _MARK)
     if backbone.tree_attention:
         backbone.config._attn_implementation = backbone.config._attn_implementation.removeprefix(PREFIX)
@@ -126,7 +134,7 @@ def find_backbone(model: nn.Module) -> Backbone:
         raise ValueError(_unsupported(f"model_type {config.model_type!r}"))
     if head is None:
         raise ValueError(f"model: expected a causal language model with a head, came {type(inner).__name__}")
-    return Backbone(inner.get_decoder(), head, config, family)
+    return Backbone(inner, inner.get_decoder(), head, config, family)
 
 
 def _unsupported(what: str) -> str:

@@ -5,16 +5,20 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.utils import ModelOutput
 
 from harts.formats import check_vocabulary
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
-from harts.models.heads import Parts, check_top_k, run_head, to_tokens
+from harts.models.draws import check_draws
+from harts.models.heads import Parts, check_top_k, must_call, run_head, to_tokens
 from harts.models.kernel_choice import default_kernels
 from harts.models.routing import RouterConfig, Routing, moe_layers, start_routing
 from harts.models.row_floor import cut_rows, repeat_first
 from harts.models.scores import Extras, Scores
+from harts.models.seams import LogitShape, check_around, find_head, logit_shape
 from harts.models.sharded import check_gathered, compute_device, find_whole, run_whole
+from harts.models.watch import mixers_run_on
 from harts.ops.kernels import Kernels
 
 __all__ = ["logprobs", "score_tree"]
@@ -83,23 +87,25 @@ def score_tree(
     """`logprobs`, whose result is a `Scores` whatever is asked for."""
     backbone = find_backbone(model)
     kernels = kernels or default_kernels(model)
-    whole = _check(model, backbone, packed)
-    check_top_k(top_k, _find_head(backbone).out_features)
+    shape = logit_shape(backbone.inner, backbone.config)
+    whole = _check(model, backbone, packed, shape)
+    check_top_k(top_k, find_head(backbone.head).out_features)
     routing = _start_routing(backbone, packed, router)
 
     def score(decoded: Any) -> Parts:
         if routing is not None:
             routing.check_complete()
-        hidden_TD = cut_rows(decoded.last_hidden_state[0], packed.num_rows)
-        head = _find_head(backbone)
+        hidden_TD = cut_rows(_last_hidden(decoded, inputs)[0], packed.num_rows)
+        head = find_head(backbone.head)
         check_gathered(head.weight)
-        return run_head(head, hidden_TD, packed, kernels, entropy=entropy, hidden=hidden, top_k=top_k)
+        return run_head(head, hidden_TD, packed, kernels, shape=shape, entropy=entropy, hidden=hidden, top_k=top_k)
 
     inputs = _inputs(backbone, packed, kernels, routing)
-    if whole is None:
-        parts = score(backbone.text(**inputs))
-    else:
-        parts = run_whole(whole, backbone.text, _find_head(backbone), inputs, score)
+    with mixers_run_on(packed, backbone.text):
+        if whole is None:
+            parts = score(backbone.text(**inputs))
+        else:
+            parts = run_whole(whole, backbone.text, find_head(backbone.head), inputs, score)
     routed = None
     if routing is not None and router is not None:
         routed = routing.output(backbone.config.num_experts_per_tok)
@@ -132,24 +138,31 @@ def _inputs(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: R
     }
 
 
-def _find_head(backbone: Backbone) -> nn.Linear:
-    head: Any = backbone.head
-    if hasattr(head, "modules_to_save"):  # peft's full copy of a module
-        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+def _last_hidden(decoded: Any, inputs: dict[str, Any]) -> Tensor:
+    """What the decoder gave first, hidden states [1, F, D], whether in a tuple or not."""
+    hidden = decoded[0] if isinstance(decoded, tuple | ModelOutput) else decoded
+    rows = inputs["input_ids"].shape[1]
+    if not isinstance(hidden, Tensor) or hidden.ndim != 3 or tuple(hidden.shape[:2]) != (1, rows):
+        came = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
         raise ValueError(
-            f"model: expected the head to be a torch.nn.Linear, came {type(head).__name__}; leave the head out of the "
-            "LoRA target modules (modules_to_save is fine)"
+            f"model: expected hidden states [1, {rows}, channels] of the decoder, came {came}; its hooks may change "
+            "values, not their shape"
         )
-    return head
+    return hidden
 
 
-def _check(model: nn.Module, backbone: Backbone, packed: PackedTree) -> nn.Module | None:
+def _check(model: nn.Module, backbone: Backbone, packed: PackedTree, shape: LogitShape) -> nn.Module | None:
     """Returns the module to call as a whole, if the model is sharded."""
     if not backbone.attached:
         raise ValueError("model: not attached; call harts.attach(model) once before harts.logprobs")
-    head = _find_head(backbone)
+    check_around(model, backbone.inner, backbone.text)
+    head = find_head(backbone.head)
     whole = find_whole(model, backbone.text, head)
+    if whole is not None and must_call(head, shape):
+        raise ValueError(
+            "model: hooks on the head, a forward that was set on it, and config.final_logit_softcapping are not "
+            "supported in a model sharded by fully_shard, whose head is scored while it is gathered; take them off"
+        )
     device = head.weight.device if whole is None else compute_device(whole)
     if packed.device != device:
         raise ValueError(f"packed: lies on {packed.device}, the model on {device}; use packed.to(...)")
@@ -158,20 +171,8 @@ def _check(model: nn.Module, backbone: Backbone, packed: PackedTree) -> nn.Modul
             "model: DistributedDataParallel sums gradients only of what runs through its own forward, which takes no "
             "tree; pass model.module and sum gradients yourself (harts.train.parallel.Replicas.sum_gradients)"
         )
-    _check_dropout(model)
+    check_draws(model)
     vocabulary = backbone.text.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if packed.tree.token_ids_T.max() >= vocabulary:
         check_vocabulary(packed.tree.trajectories, vocabulary)
     return whole
-
-
-def _check_dropout(model: nn.Module) -> None:
-    training = [(name, module) for name, module in model.named_modules() if module.training]
-    active = [name for name, module in training if isinstance(module, nn.Dropout) and module.p > 0]
-    if any(getattr(module, "attention_dropout", 0.0) for _, module in training):
-        active.append("config.attention_dropout")
-    if active:
-        raise ValueError(
-            f"model: dropout is active in {active[0]}{' and others' if len(active) > 1 else ''}; a row of the tree "
-            "stands for several trajectories, which would no longer be dropped alone. Set it to 0 or call model.eval()"
-        )
