@@ -1,6 +1,5 @@
 """The model that a command runs: a tiny random one by name, or a directory in transformers' format."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -46,8 +45,9 @@ def load_model(
     """
     from transformers.utils import logging
 
-    from harts.models import PRESETS, tiny_model
+    from harts.models import tiny_model
     from harts.models.device import to_device
+    from harts.models.saved import load_saved
 
     logging.set_verbosity_error()  # it warns of slow fall-backs that are meant here
     logging.disable_progress_bar()
@@ -56,11 +56,7 @@ def load_model(
         if vocab_size is not None:
             changes["vocab_size"] = vocab_size
         return tiny_model(name, dtype=dtype, **changes).to(place)
-    if not Path(name).is_dir():
-        raise ValueError(f"model: expected one of {', '.join(PRESETS)} or a directory, came {name!r}")
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(place).eval()  # type: ignore[no-any-return]
+    return load_saved(name, dtype=dtype).to(place)
 
 
 def vocabulary_of(model: nn.Module) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from harts.models.attention import PREFIX, register
+from harts.models.configs import check_config
 from harts.models.families import FAMILIES, Family
 from harts.models.routing import install, uninstall
 from harts.models.seams import check_around, find_head
@@ -73,7 +74,7 @@ def attach(model: nn.Module) -> nn.Module:
     backbone = find_backbone(model)
     check_around(model, backbone.inner, backbone.text)
     find_head(backbone.head)
-    _check_config(backbone.config)
+    check_config(backbone.config, has_router=backbone.family.router is not None)
     if not getattr(backbone.text, _MARK, False):
         _check_layers(backbone)
         classes = backbone.family.linear_classes()
@@ -139,48 +140,6 @@ def find_backbone(model: nn.Module) -> Backbone:
 
 def _unsupported(what: str) -> str:
     return f"model: {what} is not supported; HARTS knows {', '.join(FAMILIES)} (see docs/adding-a-model.md)"
-
-
-# Options of mixture-of-experts models, under the names that models and trainers use, and why sharing forbids them.
-_COUPLING = (
-    (
-        ("expert_capacity", "capacity_factor", "expert_capacity_factor", "moe_capacity_factor", "drop_tokens"),
-        "with a capacity, whether an expert drops a token depends on the tokens beside it, and a shared row would be "
-        "dropped for all its trajectories at once; set it to None (no token is dropped)",
-    ),
-    (
-        ("router_jitter_noise", "router_noise", "router_jitter", "input_jitter_noise", "noisy_gate_policy"),
-        "noise is drawn once for a shared row, where each of its trajectories would draw its own; set it to 0",
-    ),
-    (
-        ("expert_dropout", "expert_dropout_prob", "moe_dropout", "router_dropout"),
-        "a row of the tree stands for several trajectories, which would no longer be dropped alone; set it to 0",
-    ),
-)
-
-
-def _check_config(config: Any) -> None:
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if unknown := layer_types - {"full_attention", "linear_attention"}:
-        raise ValueError(
-            f"model: layer types {sorted(unknown)} are not supported; expected full_attention and linear_attention "
-            "only (switch sliding windows off in the config)"
-        )
-    if not layer_types and getattr(config, "sliding_window", None):
-        raise ValueError(
-            f"model: sliding windows (config.sliding_window = {config.sliding_window}) are not supported; switch them "
-            "off in the config"
-        )
-    for names, reason in _COUPLING:
-        for name in names:
-            if getattr(config, name, None):
-                raise ValueError(f"model: config.{name} = {getattr(config, name)!r} is not supported: {reason}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(
-            f"model: rope_type {rope['rope_type']!r} depends on the length of the whole batch, so a token's position "
-            "would depend on the rows beside it; use a fixed one (default, linear, yarn, llama3)"
-        )
 
 
 def _check_layers(backbone: Backbone) -> None:

@@ -20,6 +20,7 @@ from harts.models.attach import find_backbone
 from harts.models.device import to_device
 from harts.models.fuse import can_fuse, fuse
 from harts.models.recompute import check_kept
+from harts.models.saved import load_saved
 from harts.ops.moe import RouterStep, max_violation
 from harts.plan import Plan, check_plan
 from harts.testing.workloads import remap_vocabulary
@@ -279,15 +280,9 @@ class Trainer:
             self.trajectories, vocabulary = remap_vocabulary(self.trajectories)
             self.log(f"{config.model}: random weights, vocabulary of the {len(vocabulary):,} token ids in the data")
             model = tiny_model(config.model, dtype=dtype, seed=config.seed, vocab_size=len(vocabulary))
-        elif Path(config.model).is_dir():
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
-            check_vocabulary(self.trajectories, model.get_input_embeddings().weight.shape[0])
         else:
-            raise ValueError(
-                f"config, field model: expected a directory or one of {', '.join(PRESETS)}, came {config.model!r}"
-            )
+            model = load_saved(config.model, dtype=dtype)
+            check_vocabulary(self.trajectories, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         attach(model.to(config.device)).train()
         self.fused = can_fuse(model) if config.fused is None else config.fused
         if self.fused:

@@ -1,0 +1,110 @@
+"""Options of transformers' text configs that a tree does not take, named when a model is attached."""
+
+from typing import Any
+
+__all__ = ["check_config"]
+
+_TAPS = 4
+"""Of the short convolution: a row of the tree knows its three ancestors."""
+
+_ACTIVATIONS = ("silu", "swish")
+
+# Options of mixture-of-experts models, under the names that models and trainers use, and why sharing forbids them.
+_COUPLING = (
+    (
+        ("expert_capacity", "capacity_factor", "expert_capacity_factor", "moe_capacity_factor", "drop_tokens"),
+        "with a capacity, whether an expert drops a token depends on the tokens beside it, and a shared row would be "
+        "dropped for all its trajectories at once; set it to None (no token is dropped)",
+    ),
+    (
+        ("router_jitter_noise", "router_noise", "router_jitter", "input_jitter_noise", "noisy_gate_policy"),
+        "noise is drawn once for a shared row, where each of its trajectories would draw its own; set it to 0",
+    ),
+    (
+        ("expert_dropout", "expert_dropout_prob", "moe_dropout", "router_dropout"),
+        "a row of the tree stands for several trajectories, which would no longer be dropped alone; set it to 0",
+    ),
+)
+
+
+def check_config(config: Any, *, has_router: bool) -> None:
+    """Refuses options of a text config that the tree ops do not have, or that sharing would change.
+
+    Args:
+        config: the text config of a supported family.
+        has_router: whether the family is a mixture of experts.
+
+    Raises:
+        ValueError: the message names the option, what it is set to, and what is expected.
+    """
+    _check_coupling(config)
+    _check_attention(config)
+    if "linear_attention" in (getattr(config, "layer_types", None) or []):
+        _check_linear(config)
+    if has_router:
+        _check_experts(config)
+
+
+def _check_coupling(config: Any) -> None:
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if unknown := layer_types - {"full_attention", "linear_attention"}:
+        raise ValueError(
+            f"model: layer types {sorted(unknown)} are not supported; expected full_attention and linear_attention "
+            "only (switch sliding windows off in the config)"
+        )
+    if not layer_types and getattr(config, "sliding_window", None):
+        raise ValueError(
+            f"model: sliding windows (config.sliding_window = {config.sliding_window}) are not supported; switch them "
+            "off in the config"
+        )
+    for names, reason in _COUPLING:
+        for name in names:
+            if getattr(config, name, None):
+                raise ValueError(f"model: config.{name} = {getattr(config, name)!r} is not supported: {reason}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ValueError(
+            f"model: rope_type {rope['rope_type']!r} depends on the length of the whole batch, so a token's position "
+            "would depend on the rows beside it; use a fixed one (default, linear, yarn, llama3)"
+        )
+
+
+def _check_attention(config: Any) -> None:
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if groups is not None and heads % groups:
+        raise ValueError(
+            f"model: config.num_attention_heads = {heads}: expected a multiple of config.num_key_value_heads = {groups}"
+        )
+
+
+def _check_linear(config: Any) -> None:
+    if config.linear_conv_kernel_dim > _TAPS:
+        raise ValueError(
+            f"model: config.linear_conv_kernel_dim = {config.linear_conv_kernel_dim} is not supported; the short "
+            f"convolution on a tree has at most {_TAPS} taps"
+        )
+    if config.hidden_act not in _ACTIVATIONS:
+        raise ValueError(
+            f"model: config.hidden_act = {config.hidden_act!r} is not supported; linear attention on a tree has "
+            f"{' or '.join(map(repr, _ACTIVATIONS))} behind its short convolution"
+        )
+    heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
+    if heads % groups:
+        raise ValueError(
+            f"model: config.linear_num_value_heads = {heads}: expected a multiple of config.linear_num_key_heads = "
+            f"{groups}"
+        )
+
+
+def _check_experts(config: Any) -> None:
+    experts = getattr(config, "num_experts", None) or 0
+    if experts < 1:
+        raise ValueError(
+            f"model: config.num_experts = {experts} is not supported for {config.model_type}; expected a mixture of "
+            "experts, or layers made dense by config.mlp_only_layers"
+        )
+    if not 1 <= config.num_experts_per_tok <= experts:
+        raise ValueError(
+            f"model: config.num_experts_per_tok = {config.num_experts_per_tok}: expected a number from 1 to "
+            f"config.num_experts = {experts}"
+        )
