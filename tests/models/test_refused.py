@@ -62,6 +62,25 @@ def test_a_head_of_adapters_is_refused_at_attach() -> None:
         harts.attach(lora)
 
 
+def adapters(peft: Any, kind: str) -> Any:
+    common = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "r": 2}
+    return {
+        "aLoRA": lambda: peft.LoraConfig(**common, alora_invocation_tokens=[1, 2]),
+        "POLY": lambda: peft.PolyConfig(**common, n_tasks=2),
+        "prompt learning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["aLoRA", "POLY", "prompt learning"])
+def test_adapters_that_need_the_forward_of_peft_are_refused_at_attach_and_at_logprobs(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = harts.attach(tiny_model(DENSE))
+    lora = peft.get_peft_model(model, adapters(peft, kind))
+    for call in (harts.attach, lambda each: harts.logprobs(each, PACKED)):
+        with pytest.raises(ValueError, match=kind):
+            call(lora)
+
+
 # -- draws and statistics of a batch -----------------------------------------------------------------------------------
 
 
@@ -152,6 +171,14 @@ def test_dropout_that_adapters_keep_as_a_number_is_refused(name: str) -> None:
     model = harts.attach(peft.get_peft_model(tiny_model(DENSE), config))
     harts.logprobs(model.eval(), PACKED)
     with pytest.raises(ValueError, match=rf"q_proj.*with {name}="):
+        harts.logprobs(model.train(), PACKED)
+
+
+def test_adapters_that_sample_are_refused_where_they_do() -> None:
+    peft = pytest.importorskip("peft")
+    model = harts.attach(peft.get_peft_model(tiny_model(DENSE), peft.PveraConfig(r=2, target_modules=["q_proj"])))
+    harts.logprobs(model.eval(), PACKED)
+    with pytest.raises(ValueError, match=r"q_proj.* of PVeRA, which samples"):
         harts.logprobs(model.train(), PACKED)
 
 

@@ -380,6 +380,32 @@ def test_hooks_on_wrappers_of_peft_are_refused_where_they_lie(outside: str) -> N
     harts.logprobs(lora, PACKED)
 
 
+def test_what_lies_inside_a_wrapper_of_peft_counts() -> None:
+    """The wrapper passes on what it lacks, and is not the model in it."""
+    peft = pytest.importorskip("peft")
+    model = tiny_model("tiny-qwen3")
+    scaled(model)
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    expected, _ = run_rows(lora)
+    assert float((harts.logprobs(harts.attach(lora), PACKED) - expected).detach().abs().max()) < 1e-5
+    own_forward(lora.base_model.model)
+    with pytest.raises(ValueError, match=r"was set on model\.base_model\.model \(Scaled\) itself"):
+        harts.logprobs(lora, PACKED)
+
+
+def test_adapters_that_replace_attention_run() -> None:
+    """peft's wrapper of this kind sets the forward of the model inside on itself."""
+    peft = pytest.importorskip("peft")
+    config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("tiny-llama"), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "adaption_gate" in name:
+                parameter.fill_(0.5)
+        expected, _ = run_rows(model)
+        assert float((harts.logprobs(harts.attach(model), PACKED) - expected).abs().max()) < 1e-5
+
+
 # -- seams -----------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from harts.models.attention import PREFIX, register
-from harts.models.configs import check_config
+from harts.models.configs import check_adapters, check_config
 from harts.models.families import FAMILIES, Family
 from harts.models.routing import install, uninstall
 from harts.models.seams import check_around, find_head
@@ -116,13 +116,9 @@ def find_backbone(model: nn.Module) -> Backbone:
         ValueError: no supported model in there.
     """
     inner: Any = model
-    if getattr(getattr(inner, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(
-            "model: prompt learning puts virtual tokens before every row, which a tree does not; use LoRA, or write "
-            "the prompt into the trajectories"
-        )
-    while not hasattr(inner, "get_decoder"):
-        if hasattr(inner, "get_base_model"):  # peft
+    while not hasattr(inner, "get_decoder") or hasattr(inner, "get_base_model"):
+        if hasattr(inner, "get_base_model"):  # peft, which also passes on what it does not have itself
+            check_adapters(inner)
             inner = inner.get_base_model()
         elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP
             inner = inner.module

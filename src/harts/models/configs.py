@@ -2,12 +2,42 @@
 
 from typing import Any
 
-__all__ = ["check_config"]
+__all__ = ["check_adapters", "check_config"]
 
 _TAPS = 4
 """Of the short convolution: a row of the tree knows its three ancestors."""
 
 _ACTIVATIONS = ("silu", "swish")
+
+_BY_WHOLE_FORWARD = ("XLORA", "POLY", "SHADOW")
+"""Kinds of adapters whose layers take what the forward of peft's wrapper makes of the whole row or of its arguments."""
+
+
+def check_adapters(model: Any) -> None:
+    """Refuses adapters of peft that do more than their layers.
+
+    Args:
+        model: a `PeftModel`.
+
+    Raises:
+        ValueError: prompt learning, aLoRA, or another kind that needs the forward of peft's wrapper.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type)).upper()
+        if config.is_prompt_learning:
+            raise ValueError(
+                "model: prompt learning puts virtual tokens before every row, which a tree does not; use LoRA, or "
+                "write the prompt into the trajectories"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            kind = "aLoRA (alora_invocation_tokens)"
+        elif kind not in _BY_WHOLE_FORWARD:
+            continue
+        raise ValueError(
+            f"model: adapter {name!r}, {kind}, depends on where it starts in a row, or on the whole row, which peft's "
+            "own forward gives its layers and a tree does not; use LoRA"
+        )
+
 
 # Options of mixture-of-experts models, under the names that models and trainers use, and why sharing forbids them.
 _COUPLING = (

@@ -64,6 +64,9 @@ def _reasons(module: nn.Module) -> Iterator[str]:
         by_batch = module.training or not module.track_running_stats
         if by_batch or isinstance(module, _InstanceNorm):
             yield f"normalises over the rows of a batch ({kind})"
+    sampling = vars(module).get("sample_at_inference")  # of PVeRA, by adapter
+    if isinstance(sampling, dict) and (module.training or any(sampling.values())):
+        yield f"{kind} of PVeRA, which samples"
     if not module.training:
         return
     if isinstance(module, nn.RReLU):

@@ -65,10 +65,10 @@ def logprobs(
     Raises:
         TypeError: an extra that there is not.
         ValueError: the model is not attached, has active dropout (one row of a tree stands for several trajectories,
-            so sharing would change what dropout means), has a head that is no plain linear layer, lies on another
-            device, or a token id is outside its vocabulary; the model is dense where `router` or recorded routes are
-            given, or those do not fit it; the model is sharded by FSDP1, or a part of it alone by FSDP2; `top_k` is
-            below 1 or above the vocabulary.
+            so sharing would change what dropout means), has a head that is no linear layer, has hooks or forwards on
+            the modules around its decoder (see `harts.models.seams`), lies on another device, or a token id is outside
+            its vocabulary; the model is dense where `router` or recorded routes are given, or those do not fit it; the
+            model is sharded by FSDP1, or a part of it alone by FSDP2; `top_k` is below 1 or above the vocabulary.
     """
     scores = score_tree(model, packed, kernels=kernels, **extras)
     return scores if any(value is not None and value is not False for value in extras.values()) else scores.logprobs_N

@@ -109,8 +109,11 @@ def _check_forward(where: str, module: nn.Module, *, scales: bool) -> None:
 def _set_forward(module: nn.Module) -> Any:
     """The forward that was set on a module itself, behind accelerate's wrapper; None where its class's runs."""
     own = vars(module).get("_original_forward", vars(module).get("forward"))  # accelerate keeps what it wrapped
-    of_class = getattr(own, "__func__", None)  # accelerate sets that one, unwrapped, where it takes its wrapper off
-    return None if of_class is not None and any(of_class is each for each in _chain(type(module).forward)) else own
+    of_class, owner = getattr(own, "__func__", None), getattr(own, "__self__", None)
+    # peft sets that of the module inside, accelerate the unwrapped one where it takes its wrapper off
+    if isinstance(owner, nn.Module) and any(owner is each for each in module.modules()):
+        return None if any(of_class is each for each in _chain(type(owner).forward)) else own
+    return own
 
 
 def _chain(function: Any) -> Iterator[Any]:
