@@ -86,7 +86,7 @@ def _pose(
     cap = _NO_CAP if key_cap is None else _positive("key_cap", key_cap)
     if cost_model is not None and not isinstance(cost_model, CostModel):
         raise ValueError(f"cost_model: expected a CostModel or None, came {type(cost_model).__name__}")
-    lengths = [len(trajectory) for trajectory in tree.trajectories]
+    lengths = np.diff(tree.offset_B1)
     longest = int(np.argmax(lengths))
     for name, limit in (("token_budget", budget), ("key_cap", cap)):
         if lengths[longest] > limit:
@@ -126,7 +126,7 @@ def _trained_per_leaf(tree: PrefixTree, leaves: Leaves) -> Ints:
 def _separate_cost(tree: PrefixTree, cost_model: CostModel) -> float:
     """Cost of all trajectories as rows of their own, each one chain; constants and rounds left out."""
     time = cost_model.time
-    length_B = np.array([len(trajectory) for trajectory in tree.trajectories])
+    length_B = np.diff(tree.offset_B1)
     trained = sum(trajectory.num_trained for trajectory in tree.trajectories) if time.trained_rows else 0
     per_row = time.rows + time.linear_rows + time.gathered_keys
     pairs = float((length_B * (length_B + 1) / 2).sum())

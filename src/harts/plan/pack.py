@@ -112,7 +112,7 @@ def pack_by_branch(
     return kept | packed, packer.part_L()
 
 
-def cut_in_order(problem: Problem, limit: float) -> Ints:
+def cut_in_order(problem: Problem, limit: float, *, few: bool = False) -> Ints:
     """Cuts the row order into runs of leaves with the least total cost, in O(L).
 
     A run of leaves costs its rows and, once more, the path that its first leaf shares with the one before. The least
@@ -121,6 +121,7 @@ def cut_in_order(problem: Problem, limit: float) -> Ints:
     Args:
         problem: leaves, prices and limits.
         limit: most cost of a run. A leaf that costs more stays alone.
+        few: of equal cuts takes longer runs, so that there are few; else shorter ones, which spread more evenly.
 
     Returns:
         int64 [L]: the first leaf of each leaf's run.
@@ -129,10 +130,10 @@ def cut_in_order(problem: Problem, limit: float) -> Ints:
     again, rows_again = problem.again, (problem.leaves.common_L // BLOCK * BLOCK).tolist()
     best = [0.0]  # least cost, beyond that of the uncut tree, of the first j leaves
     start_of: list[int] = []
-    window: deque[tuple[float, int]] = deque()  # (cost, first leaf), costs rising
+    window: deque[tuple[float, int]] = deque()  # (cost, first leaf), costs never falling
     for last in range(problem.leaves.num_leaves):
         entry = best[last] + again[last]
-        while window and window[-1][0] >= entry:
+        while window and (window[-1][0] > entry or (window[-1][0] == entry and not few)):
             window.pop()
         window.append((entry, last))
         while window[0][1] < last:
