@@ -124,7 +124,10 @@ def test_bad_usage_exits_with_2(arguments: list[str], message: str) -> None:
 
 
 def test_interrupted_exits_with_130() -> None:
-    command = [sys.executable, "-c", "import harts.cli as c; c.main()", "check"]
+    """The parent may ignore SIGINT, as shells do for jobs in the background; here it always does."""
+    own = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    ignore = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", ignore, sys.executable, "-c", f"{own}; import harts.cli as c; c.main()", "check"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stderr is not None
         while "check: " not in child.stderr.readline():

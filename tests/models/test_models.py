@@ -15,6 +15,7 @@ from harts.models.attach import find_backbone
 from harts.ops.attention.calls import forward_calls
 from harts.ops.kernels import Kernels
 from harts.testing.fp64 import all_fp64
+from harts.testing.judging import gradient_sizes
 from harts.testing.trees import AWKWARD, random_trajectories
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
@@ -38,7 +39,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items() if grad.norm() > 0)
+    return max(float((ours[name] - theirs[name]).norm()) / size for name, size in gradient_sizes(theirs).items())
 
 
 def compare(model: nn.Module, trajectories: list[Trajectory], separate_rows: SeparateRows) -> tuple[float, float]:

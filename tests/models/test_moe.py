@@ -21,6 +21,7 @@ from harts.models.attach import find_backbone
 from harts.models.routing import Routing, _announce, _route
 from harts.ops.moe import RouterStep
 from harts.testing.fp64 import all_fp64
+from harts.testing.judging import gradient_sizes
 from harts.testing.trees import AWKWARD, random_trajectories, trajectories_strategy
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
@@ -75,10 +76,9 @@ def gradients(model: nn.Module, loss: Tensor) -> Grads:
 
 
 def difference(ours: Grads, theirs: Grads) -> float:
-    """Largest difference, per parameter relative to its gradient, or to a millionth of the largest one."""
-    scale = max(1e-300, *(float(grad.norm()) for grad in theirs.values()))
-    norms = {name: max(float(grad.norm()), 1e-6 * scale) for name, grad in theirs.items()}
-    return max(float((ours[name] - grad).norm()) / norms[name] for name, grad in theirs.items())
+    """Largest difference, per parameter relative to the size of its gradient; 0 where all are zero."""
+    sizes = gradient_sizes(theirs)
+    return max(float((ours[name] - theirs[name]).norm()) / max(size, 1e-300) for name, size in sizes.items())
 
 
 def pack(trajectories: Sequence[Trajectory]) -> harts.PackedTree:

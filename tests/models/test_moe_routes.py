@@ -12,6 +12,7 @@ import harts
 from harts.models import RouterConfig, tiny_model
 from harts.testing import routes as routes_module
 from harts.testing.fp64 import all_fp64
+from harts.testing.judging import gradient_sizes
 from harts.testing.routes import has_routers, route_difference, route_stability
 from harts.testing.trees import AWKWARD, random_trajectories
 from harts.trajectory import Trajectory
@@ -65,9 +66,8 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    scale = max(float(each.norm()) for each in theirs)
-    norms = [max(float(each.norm()), 1e-6 * scale) for each in theirs]
-    return max(float((a - b).norm()) / norm for a, b, norm in zip(ours, theirs, norms, strict=True))
+    sizes = gradient_sizes({str(at): grad for at, grad in enumerate(theirs)}).values()
+    return max(float((a - b).norm()) / size for a, b, size in zip(ours, theirs, sizes, strict=True))
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from law import magnitude, relative
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -67,19 +68,17 @@ def unmerged(packed: PackedTree, logits: Sequence[Tensor], mask_N: Tensor) -> li
     return [[each[r[m]] for r, m in zip(rows, packed.split(mask_N), strict=True)] for each in logits]
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).detach().abs().max() / theirs.detach().abs().max().clamp_min(1e-30))
-
-
 def assert_same(ours: Tensor, theirs: Tensor, inputs: Sequence[Tensor]) -> None:
     """Values and gradients."""
     assert relative(ours, theirs) < 1e-10
-    pairs = zip(
+    terms = float(theirs.detach().abs().max())
+    triples = zip(
         torch.autograd.grad(ours, inputs, retain_graph=True),
         torch.autograd.grad(theirs, inputs, retain_graph=True),
+        inputs,
         strict=True,
     )
-    assert max(relative(a, b) for a, b in pairs) < 1e-10
+    assert max(relative(a, b, least=magnitude(terms, x)) for a, b, x in triples) < 1e-10
 
 
 def packed_of(trajectories: Sequence[Trajectory]) -> PackedTree:

@@ -11,6 +11,7 @@ from torch import Tensor
 from harts.layout import PackedTree, pack
 from harts.models import attach, tiny_model
 from harts.models.attach import find_backbone
+from harts.testing import judging
 from harts.testing.compare import compare, score_rows
 from harts.testing.trees import AWKWARD, AWKWARD_VOCAB, random_trajectories
 from harts.trajectory import Trajectory
@@ -123,6 +124,15 @@ def test_fails_where_gradients_miss_a_trajectory(
     monkeypatch.setattr(module, "score_packed", forgetful)
     result = compare(model, trajectories, dtype=torch.float64)
     assert [failure.split()[0] for failure in result.failures] == ["gradient"]
+
+
+def test_gradients_that_are_zero_but_for_rounding_count_against_the_whole() -> None:
+    ours = {"whole": torch.ones(4), "none": torch.full((4,), 1e-17), "small": torch.full((4,), 2e-6)}
+    theirs = {"whole": torch.ones(4), "none": torch.full((4,), -1e-17), "small": torch.full((4,), 1e-6)}
+    assert judging._largest_relative({**ours, "small": theirs["small"]}, theirs)[0] < 1e-12
+    value, name = judging._largest_relative(ours, theirs)  # a small gradient that is wrong still fails
+    assert name == "small"
+    assert value > 1e5 * judging.FP64_GRAD * 0.9
 
 
 def test_bad_input(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:

@@ -27,13 +27,16 @@ from torch import Tensor
 from harts.layout import PackedTree
 from harts.tree import Share
 
-__all__ = ["ERROR_RATIO", "FP64_GRAD", "FP64_LOGPROB", "Comparison", "Scores", "judge", "pool"]
+__all__ = ["ERROR_RATIO", "FP64_GRAD", "FP64_LOGPROB", "Comparison", "Scores", "gradient_sizes", "judge", "pool"]
 
 FP64_LOGPROB = 1e-10
 """Largest difference (nats) of log-probs and entropies in fp64."""
 
 FP64_GRAD = 1e-8
-"""Largest relative difference of a parameter's gradient in fp64: norm of the difference over norm."""
+"""Largest relative difference of a parameter's gradient in fp64: norm of the difference over `gradient_size`."""
+
+_LEAST_SIZE = 1e-3
+"""Of the whole gradient: a parameter's own may be zero but for rounding, which says nothing when divided by itself."""
 
 ERROR_RATIO = 1.25
 """Largest ratio of errors against fp64, tree over separate rows, in fp32 and bf16."""
@@ -174,13 +177,18 @@ def _largest(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
+def gradient_sizes(grads: Mapping[str, Tensor]) -> dict[str, float]:
+    """What a difference of a parameter's gradient is measured by: its norm, at least 0.001 of the whole gradient's."""
+    whole = math.hypot(*(float(grad.norm()) for grad in grads.values()))
+    return {name: max(float(grad.norm()), _LEAST_SIZE * whole) for name, grad in grads.items()}
+
+
 def _largest_relative(grads: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Largest norm of a difference over its norm, or over 1e-6 of the whole gradient's where that is more."""
-    whole = math.hypot(*(float(grad.norm()) for grad in wanted.values()))
+    """Largest norm of a difference over the gradient's size."""
     relative = {}
-    for name, grad in wanted.items():
-        difference = float((grads[name] - grad).norm())
-        relative[name] = difference / max(float(grad.norm()), 1e-6 * whole) if difference else 0.0
+    for name, size in gradient_sizes(wanted).items():
+        difference = float((grads[name] - wanted[name]).norm())
+        relative[name] = difference / size if difference else 0.0
     return _worst(relative)
 
 
@@ -198,14 +206,17 @@ def _errors(
     their root mean square is about a quarter of `resolution`.
     """
 
-    def ratio(of: Callable[[Scores], Tensor], resolution: float) -> float:
+    def ratio(of: Callable[[Scores], Tensor], resolution: float, size: float = 0.0) -> float:
         wanted = of(exact)
-        floor = resolution / 4 * float(wanted.norm())
+        floor = resolution / 4 * max(float(wanted.norm()), size)
         error, *allowed = (float((of(each).to(wanted) - wanted).norm()) for each in (tree, *separate))
         return error / max(*allowed, floor) if error else 0.0
 
     score_resolution = torch.finfo(tree.logprobs_N.dtype).eps
-    by_name = {name: ratio(lambda scores, name=name: scores.grads[name], resolution) for name in exact.grads}  # type: ignore[misc]
+    by_name = {
+        name: ratio(lambda scores, name=name: scores.grads[name], resolution, size)  # type: ignore[misc]
+        for name, size in gradient_sizes(exact.grads).items()
+    }
     grad_max, grad_worst = _worst(by_name)
     return _Errors(
         logprob=ratio(lambda scores: scores.logprobs_N[trained_N], score_resolution),
