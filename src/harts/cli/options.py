@@ -26,7 +26,7 @@ __all__ = [
 _DATA_HELP = "JSON Lines (plain, gzip, Zstandard) or Parquet; several are read as one."
 
 RowsChoice = Literal["trajectory", "turn"]
-FormatChoice = Literal["auto", "harts", "chat", "vllm", "sglang", "trl", "verl"]
+FormatChoice = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl"]
 ReasoningChoice = Literal["keep", "drop"]
 
 _READING = "Reading"

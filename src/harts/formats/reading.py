@@ -5,20 +5,30 @@ from itertools import islice
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
-from harts.formats import chat, harts, sglang, trl, verl, vllm
+from harts.formats import chat, harts, sglang, trl, verifiers, verl, vllm
 from harts.formats.chat import Reasoning, Rows
 from harts.formats.checks import untrained
 from harts.formats.files import Source, parts_of
 from harts.formats.rows import Row
 from harts.formats.template import Template, load
+from harts.formats.unused import Unused
 from harts.trajectory import Trajectory
 
 __all__ = ["Format", "iter_trajectories", "read"]
 
-Format = Literal["auto", "harts", "chat", "vllm", "sglang", "trl", "verl"]
+Format = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl"]
 
-# In this order: a row of tokens may have messages beside them, and vLLM's own fields are the most telling.
-_MODULES = {"harts": harts, "vllm": vllm, "sglang": sglang, "trl": trl, "verl": verl, "chat": chat}
+# In this order: a row of tokens may have messages beside them, and vLLM's own fields are the most telling. verifiers'
+# rows have TRL's names, so they are told apart first.
+_MODULES = {
+    "harts": harts,
+    "vllm": vllm,
+    "sglang": sglang,
+    "verifiers": verifiers,
+    "trl": trl,
+    "verl": verl,
+    "chat": chat,
+}
 
 
 def read(
@@ -103,7 +113,16 @@ def _reader(
 ) -> Callable[[Row], Iterator[Trajectory]]:
     if fmt == "chat":
         return lambda row: chat.trajectories(row, rows=rows, reasoning=reasoning, template=template)
-    reader: Callable[[Row], Iterator[Trajectory]] = _MODULES[fmt].trajectories
+    module = _MODULES[fmt]
+    if not hasattr(module, "READ"):  # our own schema refuses what it does not know
+        plain: Callable[[Row], Iterator[Trajectory]] = module.trajectories
+        return plain
+    unused = Unused(fmt, module.READ, module.CHOICES)
+
+    def reader(row: Row) -> Iterator[Trajectory]:
+        unused.look(row)
+        yield from module.trajectories(row)
+
     return reader
 
 

@@ -21,9 +21,12 @@ from harts.formats.routes import align, read_record
 from harts.formats.rows import Row, common_fields, ids_of, respond
 from harts.trajectory import Trajectory
 
-__all__ = ["matches", "trajectories"]
+__all__ = ["CHOICES", "READ", "matches", "trajectories"]
 
 _PROMPT = ("input_ids", "prompt_token_ids", "prompt_ids", "origin_input_ids")
+READ = frozenset({"output_ids", "meta_info", "sampling_params", "advantages"})
+READ |= {"routed_experts_shape", "routed_experts_dtype", "routed_experts_start_len"}
+CHOICES = (_PROMPT,)
 
 
 def matches(row: Row) -> bool:

@@ -20,10 +20,17 @@ from harts.formats.padded import first_of, inside, per_token, split, zero_one
 from harts.formats.rows import Row, build, common_fields, ids_of, respond
 from harts.trajectory import Trajectory
 
-__all__ = ["matches", "trajectories"]
+__all__ = ["CHOICES", "READ", "matches", "trajectories"]
 
 _MASKS = ("attention_mask", "prompt_mask", "completion_mask", "tool_mask", "env_mask")
 _LOGPROBS = ("logprobs", "sampling_per_token_logps", "old_per_token_logps")
+READ = frozenset({*_MASKS, "prompt_ids", "completion_ids", "input_ids", "ref_per_token_logps"})
+CHOICES = (
+    (*_LOGPROBS, "old_log_probs"),
+    ("advantages", "advantage"),
+    ("reward", "rewards"),
+    ("group", "group_id"),
+)
 
 
 def matches(row: Row) -> bool:
@@ -41,7 +48,11 @@ def trajectories(row: Row) -> Iterator[Trajectory]:
 def _of_completion(row: Row) -> Trajectory:
     prompt = ids_of(row, "prompt_ids", row.require("prompt_ids"))
     completion = ids_of(row, "completion_ids", row.require("completion_ids"))
-    prompt = prompt[inside(row, "prompt_mask", len(prompt), what="prompt")]
+    attended = inside(row, "prompt_mask", len(prompt), what="prompt")
+    if len(prompt) and not attended.any():
+        action = 'where 0 means untrained (verifiers, prime-rl), pass fmt="verifiers" (--format verifiers)'
+        raise row.error("prompt_mask", "1 at the tokens of the prompt, 0 at padding", "0 at all of them", action)
+    prompt = prompt[attended]
     length = len(completion)
     kept = zero_one(row, "completion_mask", length, what="completion")
     trained = kept.copy()

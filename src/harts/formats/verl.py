@@ -27,10 +27,20 @@ from harts.formats.routes import align, read_record, without_filler
 from harts.formats.rows import Row, common_fields, ids_of, respond, to_numpy
 from harts.trajectory import Trajectory
 
-__all__ = ["matches", "trajectories"]
+__all__ = ["CHOICES", "READ", "matches", "trajectories"]
 
 _LOGPROBS = ("rollout_log_probs", "response_logprobs", "old_log_probs")
 _SCORES = ("token_level_scores", "rm_scores", "token_level_rewards")
+READ = frozenset({"attention_mask", "response_mask", "input_ids", "routed_experts", "advantages"})
+CHOICES = (
+    ("prompts", "prompt_ids"),
+    ("responses", "response_ids"),
+    _LOGPROBS,
+    ("ref_log_prob", "ref_log_probs"),
+    ("reward", "reward_score", "score", *_SCORES),
+    ("group", "uid"),
+    ("id", "request_id"),
+)
 
 
 def matches(row: Row) -> bool:
@@ -52,6 +62,9 @@ def _trajectory(row: Row) -> Trajectory:
     if row.get("input_ids") is not None:  # the padded batch: prompts on the left, responses on the right
         row.require("attention_mask")
     attended = inside(row, "attention_mask", len(prompt) + length, what="prompt and response")
+    if len(prompt) and not attended[: len(prompt)].any():
+        action = "check the mask; drop a sample that has no prompt"
+        raise row.error("attention_mask", "1 at the tokens of the prompt", "0 at all of them", action)
     prompt, kept = prompt[attended[: len(prompt)]], attended[len(prompt) :]
     values = {}
     for ours, theirs in (("logprobs", _LOGPROBS), ("ref_logprobs", ("ref_log_prob", "ref_log_probs"))):

@@ -22,7 +22,11 @@ from harts.formats.routes import align, join, read_record
 from harts.formats.rows import Row, common_fields, ids_of, respond
 from harts.trajectory import Trajectory
 
-__all__ = ["matches", "trajectories"]
+__all__ = ["CHOICES", "READ", "matches", "trajectories"]
+
+READ = frozenset({"prompt_token_ids", "prompt_routed_experts", "routed_experts_prompt_start", "sampling_params"})
+READ |= {"advantages", "id", "routed_experts_shape", "routed_experts_dtype"}
+CHOICES = (("outputs", "choices"), ("request_id", "id"))
 
 
 def matches(row: Row) -> bool:
