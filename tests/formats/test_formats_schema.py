@@ -254,8 +254,8 @@ BAD_FILES = [
     ("blank.jsonl", b"\n \n", "at least one row, came none"),
     ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "at least one row, came none"),
     ("broken.jsonl", json.dumps(ROW).encode() + b'\n{"group": ', "broken.jsonl, line 2: broken JSON"),
-    ("array.json", b'[\n{"group": "g"}\n]', "line 1: broken JSON"),
-    ("list.jsonl", b"[1, 2]", "line 1: expected an object with named fields, came list"),
+    ("array.json", b'[\n{"group": "g"}\n', "line 1: broken JSON"),
+    ("list.jsonl", b"[1, 2]", "element 1: expected an object with named fields, came int"),
     ("deep.jsonl", b"[" * 200_000, "line 1: broken JSON"),
     ("latin.jsonl", '{"id": "ä"}'.encode("latin-1"), "line 1: broken JSON"),
     ("short.jsonl.gz", gzip.compress(json.dumps(ROW).encode() * 50)[:-9], "gzip stream is truncated or damaged"),
@@ -300,7 +300,7 @@ def test_lines_longer_than_a_chunk(tmp_path: Path) -> None:
 def test_sources_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.jsonl: no such file"):
         read(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ValueError, match="came a directory"):
+    with pytest.raises(ValueError, match="in this directory, came none"):
         read(tmp_path)
     with pytest.raises(ValueError, match="empty sequence"):
         read([])

@@ -23,7 +23,10 @@ __all__ = [
     "read_data",
 ]
 
-_DATA_HELP = "JSON Lines (plain, gzip, Zstandard) or Parquet; several are read as one."
+_DATA_HELP = (
+    "JSON Lines or an array (plain, gzip, Zstandard) or Parquet: files, patterns, directories, - for stdin; "
+    "several are read as one."
+)
 
 RowsChoice = Literal["trajectory", "turn"]
 FormatChoice = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl"]

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.formats import chat, chatml, harts, sglang, trl, verl, vllm
+from harts.formats import chat, chatml, harts, sglang, trl, verifiers, verl, vllm
 from harts.formats.files import Source, parts_of
+from harts.formats.places import STDIN
 from harts.formats.tokenizer import load_tokenizer
 
 __all__ = ["Decoder", "QwenDecoder", "TokenizerDecoder", "decoder_for"]
@@ -108,7 +109,8 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
             transformers tokenizer.
 
     Returns:
-        None for rows of token ids without a tokenizer: nothing says which vocabulary they are in.
+        None for rows of token ids without a tokenizer: nothing says which vocabulary they are in. Also for standard
+        input without `fmt`: it cannot be looked at twice.
 
     Raises:
         ValueError: the tokenizer cannot be loaded.
@@ -117,6 +119,9 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
         return TokenizerDecoder(load_tokenizer(tokenizer) if isinstance(tokenizer, str | PathLike) else tokenizer)
     if fmt == "auto" and not isinstance(source, str | PathLike | list | tuple | dict):
         return None
+    paths = source if isinstance(source, list | tuple) else [source]
+    if fmt == "auto" and any(isinstance(path, str | PathLike) and str(path) == STDIN for path in paths):
+        return None  # read once already
     if fmt == "auto":
         fmt = "chat" if all(_is_chat(part) for part in parts_of(source)) else "other"
     return QwenDecoder() if fmt == "chat" else None
@@ -124,7 +129,7 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
 
 def _is_chat(part: Iterable[Any]) -> bool:
     first = next(iter(part))
-    others = (harts, vllm, sglang, trl, verl)
+    others = (harts, vllm, sglang, verifiers, trl, verl)
     return chat.matches(first) and not any(module.matches(first) for module in others)
 
 

@@ -1,24 +1,26 @@
 """Files to rows, one at a time: JSON Lines, plain, gzip or Zstandard, told apart by their first bytes, and Parquet."""
 
 import gzip
-import json
-import math
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from contextlib import nullcontext
+from io import BufferedReader, RawIOBase
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from harts.formats.json_rows import json_rows
+from harts.formats.places import ENDINGS, STDIN, ending_of, files_at
 from harts.formats.rows import Row
 
 __all__ = ["Source", "parts_of"]
 
 Source = str | PathLike[str] | Iterable[Any]
-"""A path, several paths, or an iterable of mappings (rows in memory)."""
+"""A path, several paths (each a file, "-" for stdin, a pattern or a directory), or an iterable of
+mappings (rows in memory)."""
 
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-_ENDINGS = ("", ".jsonl", ".ndjson", ".json")
 _CHUNK = 1 << 20
 
 
@@ -45,7 +47,8 @@ def parts_of(source: Source) -> Iterator[Iterator[Row]]:
     for item in items:
         empty = False
         if isinstance(item, str | PathLike):
-            yield rows(str(item), _file_rows(Path(item)))
+            for path in files_at(item):
+                yield rows(str(path), _file_rows(path))
         else:
             yield rows("source", _memory_rows(item, items))
     if empty:
@@ -67,46 +70,34 @@ def _mapping(place: str, fields: Any) -> Mapping[str, Any]:
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if not path.exists():
-        raise ValueError(f"{path}: no such file; check the path")
-    if path.is_dir():
-        raise ValueError(f"{path}: expected a file, came a directory; pass the files in it")
-    with path.open("rb") as file:
-        magic = file.read(4)
-        file.seek(0)
+    with nullcontext(sys.stdin.buffer) if str(path) == STDIN else path.open("rb") as opened:
+        file = opened if isinstance(opened, BufferedReader) else BufferedReader(cast(RawIOBase, opened))
+        magic = file.peek(4)[:4]
         if not magic:
             raise ValueError(f"{path}: expected at least one row, came an empty file; is this the right file?")
         if magic == _PARQUET:
+            if str(path) == STDIN:
+                raise ValueError(f"{path}: expected JSON Lines, came Parquet; give its path, it cannot be piped")
             yield from _parquet_rows(path)
             return
-        ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+        ending = "" if str(path) == STDIN else ending_of(path)
         if ending == ".parquet":
             raise ValueError(f"{path}: expected Parquet, came no 'PAR1' at its start; write or fetch the file again")
-        if ending not in _ENDINGS:
+        if ending not in ENDINGS:
             expected = "JSON Lines (.jsonl, .ndjson or .json, with .gz or .zst if compressed) or .parquet"
             raise ValueError(f"{path}: expected {expected}, came {ending}; convert it or rename it")
-        yield from _json_rows(path, _lines(path, file, magic))
+        yield from json_rows(path, _chunks(path, file, magic))
 
 
-# -- JSON Lines -------------------------------------------------------------------------------------------------------
+# -- Compressed files -------------------------------------------------------------------------------------------------
 
 
-def _lines(path: Path, file: BinaryIO, magic: bytes) -> Iterator[bytes]:
+def _chunks(path: Path, file: BinaryIO, magic: bytes) -> Iterator[bytes]:
     if magic.startswith(_GZIP):
-        chunks: Iterator[bytes] = _gunzip(path, file)
-    elif magic == _ZSTD:
-        chunks = _unzstd(path, file)
-    else:
-        chunks = iter(lambda: file.read(_CHUNK), b"")
-    rest: list[bytes] = []
-    for chunk in chunks:
-        *complete, last = chunk.split(b"\n")
-        if complete:
-            complete[0] = b"".join([*rest, complete[0]])
-            yield from complete
-            rest = []
-        rest.append(last)
-    yield b"".join(rest)
+        return _gunzip(path, file)
+    if magic == _ZSTD:
+        return _unzstd(path, file)
+    return iter(lambda: file.read(_CHUNK), b"")
 
 
 def _gunzip(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -135,65 +126,6 @@ def _unzstd(path: Path, file: BinaryIO) -> Iterator[bytes]:
         raise ValueError(f"{path}: the Zstandard stream is damaged ({error}); fetch the file again") from error
     if fed:  # a frame began and did not end: zstandard itself says nothing here
         raise ValueError(f"{path}: the Zstandard stream is truncated; fetch the file again")
-
-
-def _json_rows(path: Path, lines: Iterator[bytes]) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(lines, 1):
-        place = f"{path}, line {number}"
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if not line.strip():
-            continue
-        odd_numbers: list[str] = []
-        repeated: list[str] = []
-        try:
-            fields = json.loads(
-                line, parse_constant=partial(_note, odd_numbers), object_pairs_hook=partial(_object, repeated)
-            )
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            hint = "one object a line is needed" if line.lstrip()[:1] != b"[" else "make the array one object a line"
-            raise ValueError(f"{place}: broken JSON ({error}); {hint}") from error
-        if repeated:
-            row = Row(fields if isinstance(fields, dict) else {}, place, 0)
-            raise row.error(repeated[0], "each field of an object once", "the same name twice", "remove one of them")
-        if odd_numbers:
-            _refuse_odd_number(place, fields, odd_numbers[0])
-        yield place, fields
-
-
-def _object(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; the standard library would keep the last of two values of one name."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated.append(next(name for name in names if names.count(name) > 1))
-    return fields
-
-
-def _note(seen: list[str], name: str) -> float:
-    seen.append(name)
-    return float(name)
-
-
-def _refuse_odd_number(place: str, fields: Any, name: str) -> None:
-    field = (_path_of_odd_number(fields) or "").removeprefix(".")
-    row = fields if isinstance(fields, dict) else {}
-    raise Row(row, place, 0).error(field, "finite numbers", name, "JSON has no such number: use null, or drop the row")
-
-
-def _path_of_odd_number(value: Any) -> str | None:
-    if isinstance(value, float):
-        return None if math.isfinite(value) else ""
-    items: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, dict):
-        items = ((f".{key}", item) for key, item in value.items())
-    elif isinstance(value, list):
-        items = ((f"[{index}]", item) for index, item in enumerate(value))
-    for name, item in items:
-        inner = _path_of_odd_number(item)
-        if inner is not None:
-            return name + inner
-    return None
 
 
 # -- Parquet ----------------------------------------------------------------------------------------------------------
