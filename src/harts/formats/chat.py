@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.formats import chatml
+from harts.formats import chatml, conversations
 from harts.formats.messages import check_messages
+from harts.formats.openai import normal_message
 from harts.formats.rows import Row, build, common_fields
 from harts.formats.template import Template
 from harts.trajectory import Trajectory
@@ -49,7 +50,7 @@ class _Turn:
 
 def matches(row: Row) -> bool:
     """Whether a row has this source's telling field."""
-    return row.get("messages") is not None
+    return row.get("messages") is not None or conversations.matches(row)
 
 
 def trajectories(row: Row, *, rows: Rows, reasoning: Reasoning, template: Template | None) -> Iterator[Trajectory]:
@@ -166,7 +167,7 @@ def _rendered(row: Row, turns: Iterator[_Turn]) -> Iterator[_Turn]:
 
 
 def _messages(row: Row) -> list[Message]:
-    messages = _listed(row, "messages")
+    messages = [normal_message(message) for message in _listed(row, "messages")]
     if not messages:
         raise row.error("messages", "at least one message", "none", "drop this row")
     if row.get("render") not in (None, "raw"):

@@ -7,7 +7,7 @@ from pathlib import Path
 __all__ = ["ENDINGS", "STDIN", "ending_of", "files_at"]
 
 STDIN = "-"
-ENDINGS = ("", ".jsonl", ".ndjson", ".json")
+ENDINGS = ("", ".jsonl", ".ndjson", ".json", ".traj")
 _IN_DIRECTORY = (*ENDINGS[1:], ".parquet")
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from harts.formats import chat, harts, sglang, trl, verifiers, verl, vllm
 from harts.formats.chat import Reasoning, Rows
 from harts.formats.checks import untrained
+from harts.formats.conversations import as_chat
 from harts.formats.files import Source, parts_of
 from harts.formats.rows import Row
 from harts.formats.template import Template, load
@@ -112,7 +113,14 @@ def _reader(
     fmt: str, rows: Rows, reasoning: Reasoning, template: Template | None
 ) -> Callable[[Row], Iterator[Trajectory]]:
     if fmt == "chat":
-        return lambda row: chat.trajectories(row, rows=rows, reasoning=reasoning, template=template)
+        others = Unused(fmt, (), ())
+
+        def chats(row: Row) -> Iterator[Trajectory]:
+            row, dropped = as_chat(row)
+            others.name(row, dropped)
+            yield from chat.trajectories(row, rows=rows, reasoning=reasoning, template=template)
+
+        return chats
     module = _MODULES[fmt]
     if not hasattr(module, "READ"):  # our own schema refuses what it does not know
         plain: Callable[[Row], Iterator[Trajectory]] = module.trajectories

@@ -31,7 +31,11 @@ class Unused:
             present = [name for name in names if name in have]
             read -= set(names)
             read |= set(present[:1])
-        new = sorted(have - read - self._said)
+        self.name(row, have - read)
+
+    def name(self, row: Row, names: Collection[str]) -> None:
+        """Logs a warning with those of these fields that were not named before."""
+        new = sorted(set(names) - self._said)
         if new:
             self._said.update(new)
             _LOG.warning(

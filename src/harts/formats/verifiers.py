@@ -35,7 +35,7 @@ def matches(row: Row) -> bool:
         return row.get("completion_logprobs") is not None
     if isinstance(row.get("tokens"), Mapping):
         return "completion_ids" in row.fields["tokens"]
-    return any(isinstance(step, Mapping) and "tokens" in step for step in _steps(row))
+    return any(isinstance(step, Mapping) and isinstance(step.get("tokens"), Mapping) for step in _steps(row))
 
 
 def trajectories(row: Row) -> Iterator[Trajectory]:
