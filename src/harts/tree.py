@@ -74,6 +74,33 @@ class PrefixTree:
         common = _common_with_previous(symbols, order, share)
         return _number_rows(tuple(trajectories), order, common)
 
+    def reordered(self, order_S: Ints) -> "PrefixTree":
+        """The same tree with its segments, and so its rows, in another depth-first preorder.
+
+        Args:
+            order_S: int64 [S]: segments of this tree in their new order, a parent before its children and nothing else
+                between the segments of one subtree; `harts.chains.row_order` gives such orders.
+        """
+        if np.array_equal(order_S, np.arange(self.num_segments)):
+            return self
+        length_S = self.length_S[order_S]
+        start_S = np.cumsum(length_S) - length_S
+        place_S = np.empty(self.num_segments, np.int64)
+        place_S[order_S] = np.arange(self.num_segments)
+        row_T = np.arange(self.num_rows) + np.repeat(start_S[place_S] - self.start_S, self.length_S)
+        old_T = np.empty(self.num_rows, np.int64)
+        old_T[row_T] = np.arange(self.num_rows)
+        parent_T, parent_S = self.parent_T[old_T], self.parent_S[order_S]
+        return dataclasses.replace(
+            self,
+            row_of_N=row_T[self.row_of_N],
+            token_ids_T=self.token_ids_T[old_T],
+            parent_T=np.where(parent_T >= 0, row_T[parent_T], -1),
+            depth_T=self.depth_T[old_T],
+            start_S=start_S,
+            parent_S=np.where(parent_S >= 0, place_S[parent_S], -1),
+        )
+
     # -- sizes --------------------------------------------------------------------------------------------------
 
     @property

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -239,9 +238,8 @@ def start_routing(
     forced_TYK = None
     if routes_TYK is not None:
         _check_routes(packed, len(place), num_experts, per_token)
-        order = np.empty(packed.num_rows, np.int64)
-        order[packed.blocks.row_of_tree_T] = np.arange(packed.num_rows)
-        forced_TYK = send(torch.from_numpy(routes_TYK[order]), packed.device).to(torch.int64)
+        rows = slice(packed.start, packed.start + packed.num_rows)
+        forced_TYK = send(torch.from_numpy(routes_TYK[rows]), packed.device).to(torch.int64)
     count, with_grad = None, False
     if config is not None:
         mask_N = packed.loss_mask_N if config.tokens == "trained" else None

@@ -27,6 +27,7 @@ from harts.models.fuse import fuse, unfuse
 from harts.models.recompute import keep_activations, recompute_activations
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
+from harts.ops.logprobs.indices import targets_of_tokens
 from harts.ops.rows import gather_rows
 from harts.plan import Plan, make_plan
 from harts.trajectory import Trajectory
@@ -191,4 +192,4 @@ def _plain_logprobs(model: nn.Module, packed: PackedTree) -> Tensor:
     head: Any = backbone.head
     hidden_TD = backbone.text(input_ids=packed.token_ids_T[None], use_cache=False).last_hidden_state[0]
     values_M, _ = row_logprobs(hidden_TD, head.weight, packed, bias_V=head.bias, chunk_rows=4096, impl="chunked")
-    return gather_rows(values_M, packed.target_of_N, missing=True)
+    return gather_rows(values_M, packed.layout(targets_of_tokens), missing=True)

@@ -9,21 +9,21 @@ chain may go the cheaper way.
 
 Shared parts run level by level, as no query has two parts of one level.
 
-Shape suffixes: C chains; a suffix 1 is one more entry.
+Shape suffixes: T rows, D rows outside, C chains; a suffix 1 is one more entry.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harts.blocks import BlockTree
+from harts.chains import Chains
 from harts.layout import PackedTree
 from harts.ops.attention.calls import Call, Range, Rows, Seen, capped_calls, joined
+from harts.ops.rows import RowIndex
 
 __all__ = ["BackwardPlan", "Stage", "plan_backward"]
 
@@ -43,11 +43,11 @@ class Stage:
 
     Attributes:
         calls: one after the other.
-        keys: rows of all their keys; a range only if these are all rows, each once.
+        keys: rows of all their keys, among D + T; None where these are all rows, each once, in order.
     """
 
     calls: tuple[Call, ...]
-    keys: Rows
+    keys: RowIndex | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +56,12 @@ class BackwardPlan:
 
     Attributes:
         stages: chains with the keys that are gathered for them, then what chains share, level by level.
-        queries: rows of the queries of all calls, T for a row in a gap; a range only if these are all rows, each once.
+        queries: rows of the queries of all calls, T for a row in a gap; None where these are all rows, each once, in
+            order.
     """
 
     stages: tuple[Stage, ...]
-    queries: Rows
+    queries: RowIndex | None
 
 
 @dataclass
@@ -74,32 +75,29 @@ class _Branch:
     chains: int  # with those below
 
 
-_PLANS: "WeakKeyDictionary[PackedTree, dict[bool, BackwardPlan]]" = WeakKeyDictionary()
-
-
-def plan_backward(packed: PackedTree, *, gaps: bool = False) -> BackwardPlan:
-    """The calls of a layout's backward; kept as long as the layout lives.
+def plan_backward(packed: PackedTree, gaps: bool = False) -> BackwardPlan:
+    """A layout (`PackedTree.layout`): the calls of the backward.
 
     Args:
-        packed: the layout.
+        packed: the rows.
         gaps: the kernel can leave out rows between sequences; see `harts.ops.attention.calls.capped_calls`.
     """
-    kept = _PLANS.setdefault(packed, {})
-    if gaps not in kept:
-        with torch.inference_mode(False):
-            calls = tuple(_calls(packed, gaps))
-            stages = [Stage(part, _all_rows([call.keys for call in part], packed)) for part in _stages(calls, packed)]
-            kept[gaps] = BackwardPlan(tuple(stages), _query_rows(calls, packed))
-    return kept[gaps]
+    calls = tuple(_calls(packed, gaps))
+    rows = packed.num_outside + packed.num_rows
+    stages = []
+    for part in _stages(calls, packed.key_cap, rows):
+        keys = _all_rows([call.keys for call in part], rows, packed.device)
+        stages.append(Stage(part, None if keys is None else RowIndex(keys, rows)))
+    return BackwardPlan(tuple(stages), _query_rows(calls, packed))
 
 
-def _stages(calls: Sequence[Call], packed: PackedTree) -> Iterator[tuple[Call, ...]]:
+def _stages(calls: Sequence[Call], key_cap: int, rows: int) -> Iterator[tuple[Call, ...]]:
     """All calls at once, where their gradients of keys (of 16 bits) take no more room than fp32 sums and one call's.
 
     Else as many calls as have no more keys than one call may have, or than there are rows.
     """
-    cap, first, keys = max(packed.key_cap, packed.num_rows), 0, 0
-    if sum(call.num_keys for call in calls) <= packed.key_cap + 2 * packed.num_rows:
+    cap, first, keys = max(key_cap, rows), 0, 0
+    if sum(call.num_keys for call in calls) <= key_cap + 2 * rows:
         yield tuple(calls)
         return
     for at, call in enumerate(calls):
@@ -110,23 +108,24 @@ def _stages(calls: Sequence[Call], packed: PackedTree) -> Iterator[tuple[Call, .
     yield tuple(calls[first:])
 
 
-def _all_rows(parts: Sequence[Rows], packed: PackedTree) -> Rows:
-    """Rows of several calls, one after the other."""
+def _all_rows(parts: Sequence[Rows], num_rows: int, device: torch.device) -> Tensor | None:
+    """Rows of several calls, one after the other; None where these are all rows in order."""
     if len(parts) == 1 and isinstance(parts[0], Tensor):
         return parts[0]
     ranges = [(part.start, part.stop) for part in parts if isinstance(part, slice)]
-    if len(ranges) == len(parts) and joined(ranges) == (0, packed.num_rows):
-        return slice(0, packed.num_rows)
-    rows = torch.arange(packed.num_rows, device=packed.device)
+    if len(ranges) == len(parts) and joined(ranges) == (0, num_rows):
+        return None
+    rows = torch.arange(num_rows, device=device)
     return torch.cat([rows[part] if isinstance(part, slice) else part for part in parts])
 
 
-def _query_rows(calls: Sequence[Call], packed: PackedTree) -> Rows:
+def _query_rows(calls: Sequence[Call], packed: PackedTree) -> RowIndex | None:
     """Rows of the queries of several calls, one after the other, T for a row in a gap."""
-    rows = _all_rows([call.queries for call in calls], packed)
-    gaps = [call for call in calls if call.used_queries_C is not None]
-    if not gaps or isinstance(rows, slice):
-        return rows
+    rows = _all_rows([call.queries for call in calls], packed.num_rows, packed.device)
+    if rows is None and any(call.used_queries_C is not None for call in calls):
+        rows = torch.arange(packed.num_rows, device=packed.device)
+    if rows is None:
+        return None
     ends = np.cumsum([call.num_queries for call in calls])
     for call, end in zip(calls, ends.tolist(), strict=True):
         if call.used_queries_C is not None:
@@ -135,29 +134,37 @@ def _query_rows(calls: Sequence[Call], packed: PackedTree) -> Rows:
             sequence = torch.searchsorted(call.cu_queries_C1, place, right=True) - 1
             used = place - call.cu_queries_C1[sequence] < call.used_queries_C[sequence]
             part.masked_fill_(~used, packed.num_rows)
-    return rows
+    return RowIndex(rows, packed.num_rows)
 
 
 def _calls(packed: PackedTree, gaps: bool) -> Iterator[Call]:
     """Chains, then what they share; under the cap."""
-    chains, shared = _sequences(packed.blocks, QUERY_COST if gaps else GATHERED_QUERY_COST)
+    chains, shared = _sequences(packed.chains, QUERY_COST if gaps else GATHERED_QUERY_COST)
     yield from capped_calls(chains, packed.key_cap, packed.device, causal=True)
     for level in sorted(shared):
         yield from capped_calls(sorted(shared[level]), packed.key_cap, packed.device, causal=False, gaps=gaps)
 
 
-def _sequences(blocks: BlockTree, query_cost: float) -> tuple[list[Seen], dict[int, list[Seen]]]:
+def _sequences(chains: Chains, query_cost: float) -> tuple[list[Seen], dict[int, list[Seen]]]:
     """Chains with all keys that they do not share, and shared keys by level with all rows below."""
-    own_C = list(pairwise(blocks.own_start_C1.tolist()))
+    outside, chains = chains.outside, chains.with_outside()
+    own_C = list(pairwise(chains.start_C1.tolist()))
     above_C: list[list[Range]] = [[] for _ in own_C]
     level_C = [0] * len(own_C)
     shared: dict[int, list[Seen]] = {}
-    for chain, branches in enumerate(_branches(blocks)):
+    for chain, branches in enumerate(_branches(chains)):
         for branch, keys, level in _share(branches, own_C[chain][0], level_C[chain], shared, query_cost):
             for member in branch.members:
                 above_C[member] = above_C[chain] + keys
                 level_C[member] = level
-    return [(own, [*above, own]) for own, above in zip(own_C, above_C, strict=True)], shared
+
+    def queries(rows: Range) -> Range:
+        return rows[0] - outside, rows[1] - outside
+
+    paths = [(queries(own), [*above, own]) for own, above in zip(own_C, above_C, strict=True) if own[0] >= outside]
+    return paths, {
+        level: [(queries(rows), keys) for rows, keys in sequences] for level, sequences in shared.items()
+    }
 
 
 def _share(
@@ -194,13 +201,13 @@ def _share(
             yield branches[first], [(start, int(key_stop[first]))], depth
 
 
-def _branches(blocks: BlockTree) -> list[list[_Branch]]:
+def _branches(chains: Chains) -> list[list[_Branch]]:
     """Branches of every chain, in row order: the deepest first."""
-    start = blocks.own_start_C1.tolist()
-    parent_row = blocks.parent_row_C.tolist()
-    parent = blocks.parent_C.tolist()
-    stop, below = start[1:], [1] * blocks.num_chains
-    for chain in range(blocks.num_chains - 1, -1, -1):
+    start = chains.start_C1.tolist()
+    parent_row = chains.parent_row_C.tolist()
+    parent = chains.parent_C.tolist()
+    stop, below = start[1:], [1] * chains.num_chains
+    for chain in range(chains.num_chains - 1, -1, -1):
         if parent_row[chain] >= 0:
             stop[parent[chain]] = max(stop[parent[chain]], stop[chain])
             below[parent[chain]] += below[chain]

@@ -1,23 +1,23 @@
 """Calls of a varlen kernel: which rows are its queries, and which rows each sequence of them sees.
 
-Shape suffixes: C sequences; a suffix 1 is one more entry.
+Queries are own rows of a layout, `0:T`. Keys are numbered as in `harts.chains`: rows outside, `0:D`, then own rows.
+
+Shape suffixes: T rows, D rows outside, C sequences; a suffix 1 is one more entry.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
-from harts.blocks import BlockTree
+from harts.chains import Chains
 from harts.layout import PackedTree
-from harts.transfer import send
+from harts.transfer import send, to_int32
 
-__all__ = ["Call", "Range", "Rows", "Seen", "capped_calls", "cumulative", "forward_calls", "joined", "take"]
+__all__ = ["Call", "Range", "Rows", "Seen", "capped_calls", "chain_paths", "cumulative", "forward_calls", "joined", "take"]
 
 Rows = slice | Tensor
 """Rows of a call: a range, or int64 indices."""
@@ -65,26 +65,23 @@ class Call:
         return sum(self.key_lengths)
 
 
-_FORWARD: "WeakKeyDictionary[PackedTree, tuple[Call, ...]]" = WeakKeyDictionary()
-
-
 def forward_calls(packed: PackedTree) -> tuple[Call, ...]:
-    """Chains with their whole paths, in row order, under the layout's cap of keys; kept as long as the layout lives."""
-    if packed not in _FORWARD:
-        paths = _chain_paths(packed.blocks)
-        with torch.inference_mode(False):  # a layout that was first used without gradients is trained later
-            _FORWARD[packed] = tuple(capped_calls(paths, packed.key_cap, packed.device, causal=True))
-    return _FORWARD[packed]
+    """A layout (`PackedTree.layout`): chains with their whole paths, in row order, under the cap of keys."""
+    return tuple(capped_calls(chain_paths(packed.chains), packed.key_cap, packed.device, causal=True))
 
 
-def _chain_paths(blocks: BlockTree) -> Iterator[Seen]:
+def chain_paths(chains: Chains) -> Iterator[Seen]:
+    """Own rows of every chain as queries, and its path as keys."""
     above_C: list[list[Range]] = []
-    start_C = blocks.own_start_C1.tolist()
-    for own, parent, parent_row in zip(
-        pairwise(start_C), blocks.parent_C.tolist(), blocks.parent_row_C.tolist(), strict=True
+    start_C, outside = chains.start_C1.tolist(), chains.outside
+    for (start, stop), parent, parent_row in zip(
+        pairwise(start_C), chains.parent_C.tolist(), chains.parent_row_C.tolist(), strict=True
     ):
-        above_C.append([*above_C[parent], (start_C[parent], parent_row + 1)] if parent >= 0 else [])
-        yield own, [*above_C[-1], own]
+        if parent >= 0:
+            above_C.append([*above_C[parent], (start_C[parent], parent_row + 1)])
+        else:
+            above_C.append([(0, parent_row + 1)] if parent_row >= 0 else [])
+        yield (start - outside, stop - outside), [*above_C[-1], (start, stop)]
 
 
 def capped_calls(
@@ -123,9 +120,9 @@ def _call(sequences: Sequence[Seen], device: torch.device, causal: bool, gaps: b
         keys=_rows([each for _, keys in sequences for each in keys], device),
         query_lengths=query_lengths,
         key_lengths=key_lengths,
-        cu_queries_C1=_int32([*starts, last - first], device) if view else cumulative(query_lengths, device),
+        cu_queries_C1=to_int32([*starts, last - first], device) if view else cumulative(query_lengths, device),
         cu_keys_C1=cumulative(key_lengths, device),
-        used_queries_C=_int32(query_lengths, device) if view else None,
+        used_queries_C=to_int32(query_lengths, device) if view else None,
         causal=causal,
     )
 
@@ -156,8 +153,4 @@ def _rows(ranges: Sequence[Range], device: torch.device) -> Rows:
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int32 [C+1]: where each sequence starts, and the end."""
-    return _int32(np.append(0, np.cumsum(lengths)), device)
-
-
-def _int32(values: ArrayLike, device: torch.device) -> Tensor:
-    return send(torch.from_numpy(np.asarray(values, np.int32)), device)
+    return to_int32(np.append(0, np.cumsum(lengths)), device)

@@ -8,8 +8,8 @@ and values exist. Root chains need neither.
 Backward: a row's gradient is a sum over what it sees, so it may be cut differently (`branches`): keys shared by many
 chains are read once for all queries below them. What the calls give adds up in a fixed order, in fp32.
 
-Shape suffixes: T rows, H query heads, G key heads, D and V head sizes, K keys of a call, Q its queries, N pages
-of R rows.
+Shape suffixes: T rows, P rows outside and T rows behind them, H query heads, G key heads, D and V head sizes, K keys
+of a call, Q its queries, N pages of R rows.
 """
 
 from typing import Any, Protocol
@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from harts.layout import PackedTree
 from harts.ops.attention.branches import BackwardPlan, Stage, plan_backward
-from harts.ops.attention.calls import Call, Rows, forward_calls, take
+from harts.ops.attention.calls import Call, forward_calls, take
 from harts.ops.attention.kept import Phase, computed_once, current_phase
 from harts.ops.attention.pages import KeyPages, key_pages
-from harts.ops.rows import group_rows, segment_sum
+from harts.ops.rows import RowIndex, segment_sum
 
 __all__ = ["PagedForward", "VarlenKernel", "attend_paths"]
 
@@ -86,10 +86,12 @@ def attend_paths(
     scale: float,
     kernel: VarlenKernel,
     deterministic: bool,
+    context: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `harts.ops.attention`."""
+    outside = (None, None) if context is None else context
     return _AttendPaths.apply(  # type: ignore[no-any-return, no-untyped-call]
-        q_THD, k_TGD, v_TGV, packed, scale, kernel, deterministic, current_phase()
+        q_THD, k_TGD, v_TGV, *outside, packed, scale, kernel, deterministic, current_phase()
     )
 
 
@@ -102,6 +104,8 @@ class _AttendPaths(torch.autograd.Function):
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGV: Tensor,
+        k_outside: Tensor | None,
+        v_outside: Tensor | None,
         packed: PackedTree,
         scale: float,
         kernel: VarlenKernel,
@@ -109,20 +113,24 @@ class _AttendPaths(torch.autograd.Function):
         phase: Phase | None,
     ) -> Tensor:
         def compute() -> tuple[Tensor, ...]:
-            return _forward(q_THD, k_TGD, v_TGV, packed, scale, kernel)
+            keys = (k_TGD,) if k_outside is None else (k_outside, k_TGD)
+            values = (v_TGV,) if v_outside is None else (v_outside, v_TGV)
+            return _forward(q_THD, keys, values, packed, scale, kernel)
 
         out_THV, *lses = computed_once(compute, phase)
-        ctx.save_for_backward(q_THD, k_TGD, v_TGV, out_THV, *lses)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGV, k_outside, v_outside, out_THV, *lses)
         ctx.packed, ctx.scale, ctx.kernel, ctx.deterministic = packed, scale, kernel, deterministic
         return out_THV
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_TGD, v_TGV, out_THV, *lses = ctx.saved_tensors
+        q_THD, k_TGD, v_TGV, k_outside, v_outside, out_THV, *lses = ctx.saved_tensors
         lse_HT = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
-        plan = plan_backward(ctx.packed, gaps=ctx.kernel.leaves_gaps)
-        total_q, total_k, total_v = _QuerySum(q_THD, plan), _KeySum(k_TGD, plan), _KeySum(v_TGV, plan)
+        k_PGD = k_TGD if k_outside is None else torch.cat([k_outside, k_TGD])
+        v_PGV = v_TGV if v_outside is None else torch.cat([v_outside, v_TGV])
+        plan = ctx.packed.layout(plan_backward, ctx.kernel.leaves_gaps)
+        total_q, total_k, total_v = _QuerySum(q_THD, plan), _KeySum(k_PGD, plan), _KeySum(v_PGV, plan)
         for stage in plan.stages:
             total_k.start(stage)
             total_v.start(stage)
@@ -130,8 +138,8 @@ class _AttendPaths(torch.autograd.Function):
                 ctx.kernel.backward(
                     take(grad_THV, call.queries).contiguous(),
                     take(q_THD, call.queries),
-                    take(k_TGD, call.keys),
-                    take(v_TGV, call.keys),
+                    take(k_PGD, call.keys),
+                    take(v_PGV, call.keys),
                     take(out_THV, call.queries),
                     take(lse_HT, call.queries, dim=1).contiguous(),
                     call,
@@ -141,20 +149,30 @@ class _AttendPaths(torch.autograd.Function):
                 )
             total_k.finish(stage)
             total_v.finish(stage)
-        return total_q.total(), total_k.total(), total_v.total(), *[None] * 5
+        grad_k_PGD, grad_v_PGV = total_k.total(), total_v.total()
+        if k_outside is None:
+            return total_q.total(), grad_k_PGD, grad_v_PGV, *[None] * 7
+        rows = len(k_outside)
+        return total_q.total(), grad_k_PGD[rows:], grad_v_PGV[rows:], grad_k_PGD[:rows], grad_v_PGV[:rows], *[None] * 5
 
 
 def _forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, kernel: VarlenKernel
+    q_THD: Tensor,
+    keys: tuple[Tensor, ...],
+    values: tuple[Tensor, ...],
+    packed: PackedTree,
+    scale: float,
+    kernel: VarlenKernel,
 ) -> tuple[Tensor, ...]:
-    """Outputs, and log-sum-exps of one or several calls."""
+    """Outputs, and log-sum-exps of one or several calls; keys and values with those outside in front."""
     parts = []
-    if kernel.paged is not None and packed.blocks.parent_C.max() >= 0:
-        for pages in key_pages(packed, kernel.paged.page_rows):
-            parts.append(kernel.paged(q_THD[pages.queries], pages.view(k_TGD), pages.view(v_TGV), pages, scale))
+    if kernel.paged is not None and packed.chains.parent_row_C.max() >= 0:
+        for pages in packed.layout(key_pages, kernel.paged.page_rows):
+            parts.append(kernel.paged(q_THD[pages.queries], pages.view(*keys), pages.view(*values), pages, scale))
     else:
-        for call in forward_calls(packed):
-            q_QHD, k_KGD, v_KGV = take(q_THD, call.queries), take(k_TGD, call.keys), take(v_TGV, call.keys)
+        k_PGD, v_PGV = (x[0] if len(x) == 1 else torch.cat(x) for x in (keys, values))
+        for call in packed.layout(forward_calls):
+            q_QHD, k_KGD, v_KGV = take(q_THD, call.queries), take(k_PGD, call.keys), take(v_PGV, call.keys)
             parts.append(kernel.forward(q_QHD, k_KGD, v_KGV, call, scale))
     outs, lses = zip(*parts, strict=True)
     return (outs[0] if len(outs) == 1 else torch.cat(outs), *lses)
@@ -172,19 +190,19 @@ class _Parts:
         return self.values[self.filled - rows : self.filled]
 
 
-def _add_up(parts: _Parts, rows: Rows, num_rows: int, out: Tensor | None = None) -> Tensor:
+def _add_up(parts: _Parts, rows: RowIndex | None, out: Tensor | None = None) -> Tensor:
     """Gradients of rows, those of one row added up."""
     assert parts.filled == len(parts.values), "every call has written its part"
-    if isinstance(rows, slice):
+    if rows is None:
         return parts.values if out is None else out.add_(parts.values)
-    return segment_sum(parts.values, group_rows(rows, num_rows), out=out)
+    return segment_sum(parts.values, rows.groups, out=out)
 
 
 class _QuerySum:
     """Gradients of queries: of all calls, then added up."""
 
     def __init__(self, q_THD: Tensor, plan: BackwardPlan) -> None:
-        self.rows, self.num_rows = plan.queries, len(q_THD)
+        self.rows = plan.queries
         self.parts = _Parts(q_THD, sum(call.num_queries for stage in plan.stages for call in stage.calls))
 
     def part(self, call: Call) -> Tensor:
@@ -193,22 +211,22 @@ class _QuerySum:
 
     def total(self) -> Tensor:
         """The sums."""
-        return _add_up(self.parts, self.rows, self.num_rows)
+        return _add_up(self.parts, self.rows)
 
 
 class _KeySum:
     """Gradients of keys or values, stage after stage, in fp32 (fp64 for fp64) where there are several."""
 
-    def __init__(self, x_TGX: Tensor, plan: BackwardPlan) -> None:
-        self.x_TGX = x_TGX
+    def __init__(self, x_PGX: Tensor, plan: BackwardPlan) -> None:
+        self.x_PGX = x_PGX
         self.sum: Tensor | None = None
         if len(plan.stages) > 1:
-            sum_dtype = torch.promote_types(x_TGX.dtype, torch.float32)
-            self.sum = torch.zeros(x_TGX.shape, dtype=sum_dtype, device=x_TGX.device)
+            sum_dtype = torch.promote_types(x_PGX.dtype, torch.float32)
+            self.sum = torch.zeros(x_PGX.shape, dtype=sum_dtype, device=x_PGX.device)
 
     def start(self, stage: Stage) -> None:
         """Makes room for the calls of a stage."""
-        self.parts = _Parts(self.x_TGX, sum(call.num_keys for call in stage.calls))
+        self.parts = _Parts(self.x_PGX, sum(call.num_keys for call in stage.calls))
 
     def part(self, call: Call) -> Tensor:
         """Where a call writes."""
@@ -216,10 +234,10 @@ class _KeySum:
 
     def finish(self, stage: Stage) -> None:
         """Adds what the calls of a stage gave, and gives the room back."""
-        self.sum = _add_up(self.parts, stage.keys, len(self.x_TGX), self.sum)
+        self.sum = _add_up(self.parts, stage.keys, self.sum)
         del self.parts
 
     def total(self) -> Tensor:
         """The sums, in the dtype of the rows."""
         assert self.sum is not None, "a layout has at least one stage"
-        return self.sum.to(self.x_TGX.dtype)
+        return self.sum.to(self.x_PGX.dtype)

@@ -18,10 +18,19 @@ __all__ = ["attention_reference"]
 _TILE = 512
 
 
-def attention_reference(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float) -> Tensor:
+def attention_reference(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    packed: PackedTree,
+    scale: float,
+    context: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """See `harts.ops.attention`; works in the dtype of the inputs."""
+    if context is not None:
+        k_TGD, v_TGV = torch.cat([context[0], k_TGD]), torch.cat([context[1], v_TGV])
     out: list[Tensor] = []
-    for call in forward_calls(packed):
+    for call in packed.layout(forward_calls):
         q, k, v = take(q_THD, call.queries), take(k_TGD, call.keys), take(v_TGV, call.keys)
         out.extend(_call_attention(q, k, v, call, scale))
     return torch.cat(out)

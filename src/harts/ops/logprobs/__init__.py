@@ -5,6 +5,7 @@ from torch import Tensor
 from harts.layout import PackedTree
 from harts.ops.dispatch import choose
 from harts.ops.logprobs.chunked import row_logprobs_chunked
+from harts.ops.logprobs.indices import heads_of_targets
 from harts.ops.logprobs.reference import row_logprobs_reference
 from harts.ops.logprobs.top import top_tokens
 from harts.ops.requirements import require_triton
@@ -67,10 +68,10 @@ def row_logprobs(
     if chunk_rows < 1:
         raise ValueError(f"row_logprobs: expected chunk_rows >= 1, came {chunk_rows}")
     run = choose("row_logprobs", impl, _IMPLEMENTATIONS)
-    if packed.tree.token_ids_T.max() >= len(weight_VD) and packed.token_M.max() >= len(weight_VD):
+    if packed.tree.token_ids_T.max() >= len(weight_VD) and len(packed.token_M) and packed.token_M.max() >= len(weight_VD):
         raise ValueError(
             f"row_logprobs: expected targets below {len(weight_VD)}, the rows of weight, came "
             f"{int(packed.token_M.max())}; is the tree of another tokenizer?"
         )
     logprobs_M, entropy_U = run(hidden_TD, weight_VD, bias_V, packed, entropy, chunk_rows)
-    return logprobs_M, None if entropy_U is None else gather_rows(entropy_U, packed.head_of_M)
+    return logprobs_M, None if entropy_U is None else gather_rows(entropy_U, packed.layout(heads_of_targets))

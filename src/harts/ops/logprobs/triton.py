@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harts.layout import PackedTree
+from harts.ops.logprobs.indices import head_rows, heads_of_targets
 from harts.ops.requirements import check_tensors
-from harts.ops.rows import RowGroups, gather_rows, group_rows
+from harts.ops.rows import RowGroups, gather_rows
 
 __all__ = ["row_logprobs_fused"]
 
@@ -36,8 +37,8 @@ def row_logprobs_fused(
     check_tensors("row_logprobs", hidden=hidden_TD, weight=weight_VD, bias=bias_V)
     if hidden_TD.dtype == torch.float64:
         raise ValueError("row_logprobs: impl='fused' expected fp16, bf16 or fp32, came float64; choose impl='chunked'")
-    hidden_UD = gather_rows(hidden_TD, packed.head_row_U, impl="triton")
-    targets = group_rows(packed.head_of_M, len(packed.head_row_U))
+    hidden_UD = gather_rows(hidden_TD, packed.layout(head_rows), impl="triton")
+    targets = packed.layout(heads_of_targets).groups
     cooling_U = packed.temperature_U.reciprocal().float()
     logprobs_M, entropy_U = _HeadLogprobs.apply(
         hidden_UD, weight_VD, bias_V, cooling_U, packed.token_M, targets, entropy, chunk_rows

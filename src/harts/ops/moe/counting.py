@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harts.layout import PackedTree
-from harts.ops.rows import RowGroups, gather_rows, group_rows, segment_sum
-from harts.transfer import send
+from harts.ops.rows import RowGroups, RowIndex, gather_rows, segment_sum
+from harts.transfer import send, to_int64
 
 __all__ = ["RouterSums", "Scope", "TokenCount", "count_tokens", "router_sums"]
 
@@ -31,8 +31,8 @@ class _Runs:
 
     run_of_T: Tensor
     rows_of_R: RowGroups
-    unit_of_P: Tensor
-    run_of_P: Tensor
+    unit_of_P: RowIndex
+    run_of_P: RowIndex
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,7 @@ class TokenCount:
         runs = self.runs
         values_RX: Tensor = _SumGroups.apply(values_TX, runs.rows_of_R, runs.run_of_T)  # type: ignore[no-untyped-call]
         values_PX = gather_rows(values_RX, runs.run_of_P)
-        groups = group_rows(runs.unit_of_P, self.num_units)
-        return _SumGroups.apply(values_PX, groups, runs.unit_of_P)  # type: ignore[no-any-return, no-untyped-call]
+        return _SumGroups.apply(values_PX, runs.unit_of_P.groups, runs.unit_of_P.index_K)  # type: ignore[no-any-return, no-untyped-call]
 
     def count_experts(self, chosen_TK: Tensor, num_experts: int) -> Tensor:
         """Assignments of each unit's tokens to each expert, int64 [U, E]. Integers: any order gives the same."""
@@ -77,7 +76,7 @@ class TokenCount:
         load_RE = self.weight_T.new_zeros(runs.rows_of_R.num_rows * num_experts)
         load_RE = load_RE.index_add_(0, place, torch.ones_like(place)).view(-1, num_experts)
         load_UE = load_RE.new_zeros(self.num_units, num_experts)
-        return load_UE.index_add_(0, runs.unit_of_P, load_RE.index_select(0, runs.run_of_P))
+        return load_UE.index_add_(0, runs.unit_of_P.index_K, load_RE.index_select(0, runs.run_of_P.index_K))
 
 
 def count_tokens(packed: PackedTree, *, scope: Scope, mask_N: Tensor | None = None) -> TokenCount:
@@ -98,8 +97,10 @@ def count_tokens(packed: PackedTree, *, scope: Scope, mask_N: Tensor | None = No
             f"mask_N: expected bool [{packed.num_tokens}], one a token of all trajectories, came {mask_N.dtype} "
             f"{list(mask_N.shape)}"
         )
-    rows_N = packed.blocks.row_of_tree_T[packed.tree.row_of_N]
-    counted_N = np.ones(packed.num_tokens, np.bool_) if mask_N is None else mask_N.cpu().numpy()
+    rows_N = packed.tree.row_of_N - packed.start
+    counted_N = (rows_N >= 0) & (rows_N < packed.num_rows)
+    if mask_N is not None:
+        counted_N &= mask_N.cpu().numpy()
     weight_T = send(torch.from_numpy(np.bincount(rows_N[counted_N], minlength=packed.num_rows)), packed.device)
     if scope != "trajectory":
         return TokenCount(weight_T, torch.tensor([int(counted_N.sum())]), None)
@@ -115,7 +116,9 @@ def _find_runs(packed: PackedTree, rows_N: Any, counted_N: Any) -> _Runs:
     first_N[packed.tree.offset_B1[:-1]] = True
     changes_N = first_N | np.append(True, counted_N[1:] != counted_N[:-1])
     starts_T = np.zeros(num_rows + 1, np.bool_)
-    starts_T[packed.blocks.row_of_tree_T[packed.tree.start_S]] = True
+    start_S = packed.tree.start_S - packed.start
+    starts_T[start_S[(start_S >= 0) & (start_S < num_rows)]] = True
+    rows_N = np.clip(rows_N, 0, num_rows - 1)  # tokens of other pieces count nowhere here
     starts_T[rows_N[changes_N]] = True
     starts_T[:num_rows:_RUN] = True
     start_R = np.flatnonzero(starts_T[:num_rows])
@@ -125,12 +128,15 @@ def _find_runs(packed: PackedTree, rows_N: Any, counted_N: Any) -> _Runs:
     enters_N = counted_N & (changes_N | np.append(True, run_N[1:] != run_N[:-1]))
     unit_N = np.repeat(np.arange(packed.tree.num_trajectories), np.diff(packed.tree.offset_B1))
 
-    def tensor(array: Any) -> Tensor:
-        return send(torch.from_numpy(array.astype(np.int64)), packed.device)
-
-    offset_R1 = tensor(np.append(start_R, num_rows))
-    rows_of_R = RowGroups(torch.arange(num_rows, device=packed.device), offset_R1)
-    return _Runs(tensor(run_of_T), rows_of_R, tensor(unit_N[enters_N]), tensor(run_N[enters_N]))
+    device = packed.device
+    offset_R1 = to_int64(np.append(start_R, num_rows), device)
+    unit_of_P = RowIndex(to_int64(unit_N[enters_N], device), packed.tree.num_trajectories)
+    return _Runs(
+        run_of_T=to_int64(run_of_T, device),
+        rows_of_R=RowGroups(torch.arange(num_rows, device=device), offset_R1),
+        unit_of_P=unit_of_P,
+        run_of_P=RowIndex(to_int64(run_N[enters_N], device), len(start_R)),
+    )
 
 
 class _SumGroups(torch.autograd.Function):

@@ -7,17 +7,17 @@ Shape suffixes: T rows, K gathered rows, X what a row holds. A suffix 1 is one m
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakIdKeyDictionary
 
 from harts.ops.dispatch import choose
 from harts.ops.requirements import require_triton
 
-__all__ = ["RowGroups", "gather_rows", "group_rows", "segment_sum"]
+__all__ = ["RowGroups", "RowIndex", "gather_rows", "group_rows", "segment_sum"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,32 +38,46 @@ class RowGroups:
         return len(self.offset_T1) - 1
 
 
-_GROUPS: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # index -> {(rows, version): groups}
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Rows to be gathered, and, sorted when first asked for, where each row occurs among them.
+
+    Attributes:
+        index_K: int64 [K], entries in [0, T]; T itself means "no row".
+        num_rows: T.
+    """
+
+    index_K: Tensor
+    num_rows: int
+
+    @cached_property
+    def groups(self) -> RowGroups:
+        """The places of each row; "no row" belongs to no group."""
+        with torch.inference_mode(False):
+            return group_rows(self.index_K, self.num_rows)
+
+    def __len__(self) -> int:
+        return len(self.index_K)
 
 
 def group_rows(index_K: Tensor, num_rows: int) -> RowGroups:
-    """Sorts an index by row, on its device; kept as long as the index lives.
+    """Sorts an index by row, on its device.
 
     Args:
         index_K: int64 [K], entries in [0, num_rows]; `num_rows` itself means "no row" and belongs to no group.
         num_rows: T.
     """
-    known = _GROUPS.setdefault(index_K, {})  # type: ignore[no-untyped-call]
-    key = (num_rows, index_K._version)
-    if key not in known:
-        sorted_K, order_K = torch.sort(index_K, stable=True)
-        rows_T1 = torch.arange(num_rows + 1, device=index_K.device)
-        known[key] = RowGroups(order_K, torch.searchsorted(sorted_K, rows_T1))
-    groups: RowGroups = known[key]
-    return groups
+    sorted_K, order_K = torch.sort(index_K, stable=True)
+    rows_T1 = torch.arange(num_rows + 1, device=index_K.device)
+    return RowGroups(order_K, torch.searchsorted(sorted_K, rows_T1))
 
 
-def gather_rows(x_TX: Tensor, index_K: Tensor, *, missing: bool = False, impl: str | None = None) -> Tensor:
-    """`x_TX.index_select(0, index_K)` with a backward that adds in a fixed order: equal runs give equal bits.
+def gather_rows(x_TX: Tensor, index: RowIndex, *, missing: bool = False, impl: str | None = None) -> Tensor:
+    """`x_TX.index_select(0, index)` with a backward that adds in a fixed order: equal runs give equal bits.
 
     Args:
         x_TX: [T, ...].
-        index_K: int64 [K], entries in [0, T). They are not checked on a GPU.
+        index: K entries in [0, T). They are not checked on a GPU.
         missing: entries may be T, which reads a row of zeros.
         impl: `"torch"`: any device; `"triton"`: CUDA tensors. None takes the one that is deterministic on the device
             of `x_TX`: `"triton"` on CUDA, else `"torch"`.
@@ -72,19 +86,20 @@ def gather_rows(x_TX: Tensor, index_K: Tensor, *, missing: bool = False, impl: s
         [K, ...].
 
     Raises:
-        ValueError: index_K is no int64 vector on the device of x_TX, or an unknown `impl`.
+        ValueError: the index is of another number of rows or device than x_TX, or an unknown `impl`.
         ImportError: `"triton"` without Triton.
     """
-    if index_K.ndim != 1 or index_K.dtype != torch.int64 or index_K.device != x_TX.device:
+    index_K = index.index_K
+    if index.num_rows != len(x_TX) or index_K.dtype != torch.int64 or index_K.device != x_TX.device:
         raise ValueError(
-            f"gather_rows: expected an int64 vector on {x_TX.device} as index, came {index_K.dtype} "
-            f"{list(index_K.shape)} on {index_K.device}"
+            f"gather_rows: expected an int64 index into {len(x_TX)} rows on {x_TX.device}, came one of "
+            f"{index_K.dtype} into {index.num_rows} rows on {index_K.device}"
         )
     impl = _default(x_TX) if impl is None else impl
     choose("gather_rows", impl, _SUMS)
     if impl == "triton":
         require_triton("gather_rows", x_TX.device)
-    return _GatherRows.apply(x_TX, index_K, missing, impl)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherRows.apply(x_TX, index, missing, impl)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def segment_sum(values_KX: Tensor, groups: RowGroups, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
@@ -132,15 +147,13 @@ class _GatherRows(torch.autograd.Function):
     """Keeps the index alone."""
 
     @staticmethod
-    def forward(ctx: Any, x_TX: Tensor, index_K: Tensor, missing: bool, impl: str) -> Tensor:
-        ctx.save_for_backward(index_K)
-        ctx.rows, ctx.impl = len(x_TX), impl
+    def forward(ctx: Any, x_TX: Tensor, index: RowIndex, missing: bool, impl: str) -> Tensor:
+        ctx.index, ctx.impl = index, impl
         if missing:
             x_TX = torch.cat([x_TX, x_TX.new_zeros(1, *x_TX.shape[1:])])
-        return x_TX.index_select(0, index_K)
+        return x_TX.index_select(0, index.index_K)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_KX: Tensor) -> tuple[Tensor, None, None, None]:
-        (index_K,) = ctx.saved_tensors
-        return segment_sum(grad_KX, group_rows(index_K, ctx.rows), impl=ctx.impl), None, None, None
+        return segment_sum(grad_KX, ctx.index.groups, impl=ctx.impl), None, None, None
