@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.chains import Chains, terminal_rows
+from harts.chains import Chains, row_order, terminal_rows
 from harts.tree import PrefixTree
 
 __all__ = ["BLOCK", "Blocks", "count_replayed_rows"]
@@ -64,6 +64,12 @@ class Blocks:
                 nesting_C[chain] = nesting_C[source] + 1
         return Blocks(chains, chunk, first_block_C1, source_C, source_block_C, nesting_C)
 
+    @staticmethod
+    def of_tree(tree: PrefixTree, chunk: int = BLOCK) -> "Blocks":
+        """The blocks of a tree in row order."""
+        tree = tree.reordered(row_order(tree))
+        return Blocks.of(Chains.of(tree.parent_T, tree.depth_T), chunk)
+
     @property
     def num_blocks(self) -> int:
         """E."""
@@ -83,6 +89,11 @@ class Blocks:
     def replayed_rows(self) -> int:
         """Rows fed to the recurrence more than once, counted each further time."""
         return int((self.chains.depth_C - self.top_C).sum())
+
+    @property
+    def nesting(self) -> int:
+        """Most chains of which one starts from another, at any path; the least possible in row order."""
+        return int(self.nesting_C.max()) + 1
 
     @property
     def longest_path(self) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from harts.blocks import BlockTree
+from harts.blocks import Blocks
 from harts.cli import explaining, options, output
 from harts.cost import count
 from harts.explain import explain as find_misses
@@ -63,7 +63,7 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         groups.setdefault(trajectory.group, []).append(trajectory)
     by_group = [{"group": name, **_counts(members)} for name, members in groups.items()]
     tree = PrefixTree.build(trajectories)
-    blocks = BlockTree.build(tree)
+    blocks = Blocks.of_tree(tree)
     merged = PrefixTree.build(trajectories, share="prefix")
     lengths = [len(trajectory) for trajectory in trajectories]
     whole = _counts(trajectories)
@@ -76,11 +76,11 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         **_without_routes(trajectories),
         **{name: whole[name] for name in ("segments", "branch_depth", "trained_tokens", "trained_share")},
         "trained_rows": int(np.count_nonzero(tree.trained_T)),
-        "rounds": blocks.num_rounds,
-        "chains": blocks.num_chains,
+        "rounds": blocks.nesting,
+        "chains": blocks.chains.num_chains,
         "blocks": blocks.num_blocks,
         "replayed_rows": blocks.replayed_rows,
-        "gathered_keys": blocks.gathered_keys,
+        "gathered_keys": int(blocks.chains.length_C.sum()),
         "longest": max(lengths),
         "median_length": float(np.median(lengths)),
         "by_group": by_group,

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from harts.blocks import BlockTree
+from harts.blocks import Blocks
 from harts.plan.make import lower_bound, make_plan
 from harts.plan.schedule import Microbatch, Plan
 from harts.tree import PrefixTree, Share
@@ -47,7 +47,7 @@ def check_plan(tree: PrefixTree, plan: Plan, *, share: Share = "tree", thorough:
         _check_purity(tree, plan)
 
 
-def check_microbatch(microbatch: Microbatch, subtree: PrefixTree, blocks: BlockTree | None = None) -> None:
+def check_microbatch(microbatch: Microbatch, subtree: PrefixTree, blocks: Blocks | None = None) -> None:
     """Raises ValueError if a microbatch, built, is not what it claims.
 
     Args:
@@ -55,14 +55,14 @@ def check_microbatch(microbatch: Microbatch, subtree: PrefixTree, blocks: BlockT
         subtree: `PrefixTree.build` of its trajectories.
         blocks: of the subtree, where they are known already.
     """
-    blocks = blocks or BlockTree.build(subtree)
+    blocks = blocks or Blocks.of_tree(subtree)
     found = {
         "trajectories": subtree.num_trajectories,
         "rows": subtree.num_rows,
         "replayed rows": blocks.replayed_rows,
-        "gathered keys": blocks.gathered_keys,
-        "chains": blocks.num_chains,
-        "rounds": blocks.num_rounds,
+        "gathered keys": int(blocks.chains.length_C.sum()),
+        "chains": blocks.chains.num_chains,
+        "rounds": blocks.nesting,
     }
     claimed = (
         len(microbatch.trajectories),

@@ -6,13 +6,12 @@ inputs, and sums the weight's gradient strip by strip on the way. A row's input 
 whose 1st, 2nd or 3rd ancestor it is: in most places the rows right behind it, and, for the few rows above a branch,
 the rows in a list. Sums run in one fixed order; no atomics.
 
-Shape suffixes: T rows, D channels, W taps, S strips of rows, P rows with a descendant that is not right behind,
-Q entries in their lists. A suffix 1 is one more entry.
+Shape suffixes: T rows, A rows outside, D channels, W taps, S strips of rows, P rows whose readers are listed, Q entries
+in their lists. A suffix 1 is one more entry.
 """
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -20,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from harts.layout import PackedTree
+from harts.ops.causal_conv1d.layout import ConvLayout, Readers
 from harts.ops.requirements import check_tensors
 
 __all__ = ["causal_conv1d_triton"]
@@ -30,80 +29,47 @@ _STRIPS = 132
 
 
 def causal_conv1d_triton(
-    x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, packed: PackedTree, activate: bool
+    x_TD: Tensor,
+    context_AD: Tensor | None,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    layout: ConvLayout,
+    activate: bool,
 ) -> Tensor:
     """See `harts.ops.causal_conv1d`; computes in fp32 (fp64 for fp64) and rounds once. Keeps its inputs alone."""
-    check_tensors("causal_conv1d", x=x_TD, weight=weight_DW, bias=bias_D)
-    return _CausalConv1d.apply(x_TD, weight_DW, bias_D, packed, activate)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, eq=False)
-class _Branches:
-    """Rows that a row reads across a branch, and everything that reads them.
-
-    Attributes:
-        row_P: int64 [P]: those rows, ascending.
-        offset_P1: int64 [P + 1]: entries of row p in the lists.
-        reader_Q, above_Q: int64: a row that reads it, and how far above the reader it lies (1 to 3); by distance, then
-            by reader. Readers right behind are in the list too.
-    """
-
-    row_P: Tensor
-    offset_P1: Tensor
-    reader_Q: Tensor
-    above_Q: Tensor
-
-
-_BRANCHES: "WeakKeyDictionary[PackedTree, _Branches]" = WeakKeyDictionary()
-
-
-def _branches(packed: PackedTree) -> _Branches:
-    """Lists of a layout; built once, on its device."""
-    if packed not in _BRANCHES:
-        ancestor_3T = packed.ancestor_3T
-        rows = packed.num_rows
-        reader_T = torch.arange(rows, device=ancestor_3T.device)
-        above_3 = torch.arange(1, 4, device=ancestor_3T.device)
-        across_3T = (ancestor_3T < rows) & (ancestor_3T != reader_T - above_3[:, None])
-        branching_T = torch.zeros(rows + 1, dtype=torch.bool, device=ancestor_3T.device)
-        branching_T[ancestor_3T[across_3T]] = True
-        row_P = branching_T[:rows].nonzero().squeeze(1)
-        branching_T[rows] = False
-        above_Q, reader_Q = branching_T[ancestor_3T].nonzero().unbind(1)
-        row_Q, order_Q = torch.sort(ancestor_3T[above_Q, reader_Q], stable=True)
-        offset_P = torch.searchsorted(row_Q, row_P)
-        _BRANCHES[packed] = _Branches(
-            row_P=row_P,
-            offset_P1=torch.cat([offset_P, offset_P.new_tensor([len(row_Q)])]),
-            reader_Q=reader_Q[order_Q].contiguous(),
-            above_Q=(above_Q[order_Q] + 1).contiguous(),
-        )
-    return _BRANCHES[packed]
+    check_tensors("causal_conv1d", x=x_TD, context=context_AD, weight=weight_DW, bias=bias_D)
+    return _CausalConv1d.apply(  # type: ignore[no-any-return]
+        x_TD, context_AD, weight_DW, bias_D, layout, activate
+    )
 
 
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, packed: PackedTree, activate: bool
+        ctx: Any,
+        x_TD: Tensor,
+        context_AD: Tensor | None,
+        weight_DW: Tensor,
+        bias_D: Tensor | None,
+        layout: ConvLayout,
+        activate: bool,
     ) -> Tensor:
         if x_TD.stride(1) != 1:
             x_TD = x_TD.contiguous()
-        ctx.save_for_backward(x_TD, weight_DW, bias_D)
-        ctx.packed, ctx.activate = packed, activate
+        context_AD = None if context_AD is None else context_AD.contiguous()
+        ctx.save_for_backward(x_TD, context_AD, weight_DW, bias_D)
+        ctx.layout, ctx.activate = layout, activate
         rows, channels = x_TD.shape
         y_TD = x_TD.new_empty(rows, channels)
         sizes = _Sizes.of(channels)
         grid = (triton.cdiv(rows, sizes.rows), triton.cdiv(channels, sizes.channels))
         _forward[grid](
-            x_TD,
+            *_Reads(x_TD, context_AD, layout).arguments,
             weight_DW.contiguous(),
             bias_D,
-            packed.ancestor_3T,
             y_TD,
-            rows,
-            channels,
-            x_TD.stride(0),
             **sizes.constants(x_TD, weight_DW, bias_D, activate),
+            CONTEXT=layout.num_outside > 0,
             num_warps=4,
         )
         return y_TD
@@ -111,7 +77,8 @@ class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight_DW, bias_D = ctx.saved_tensors
+        x_TD, context_AD, weight_DW, bias_D = ctx.saved_tensors
+        layout: ConvLayout = ctx.layout
         rows, channels = x_TD.shape
         grad_TD = grad_TD.contiguous()
         weight_DW = weight_DW.contiguous()
@@ -119,60 +86,97 @@ class _CausalConv1d(torch.autograd.Function):
         sizes = _Sizes.of(channels)
         constants = sizes.constants(x_TD, weight_DW, bias_D, ctx.activate)
         block_rows = max(1, sizes.rows // 2)  # this kernel holds twice as much of each place
-        ancestor_3T = ctx.packed.ancestor_3T
         sum_dtype = torch.promote_types(x_TD.dtype, torch.float32)
         dz_TD = torch.empty_like(grad_TD)
         # behind the taps lies the bias
         strips = min(_STRIPS, triton.cdiv(rows, block_rows))
         partial_SWD = torch.empty(strips, taps + (bias_D is not None), channels, dtype=sum_dtype, device=x_TD.device)
-        grid = (strips, triton.cdiv(channels, sizes.channels))
-        _backward_preactivation[grid](
-            x_TD,
+        _backward_preactivation[(strips, triton.cdiv(channels, sizes.channels))](
+            *_Reads(x_TD, context_AD, layout).arguments,
             weight_DW,
             bias_D,
-            ancestor_3T,
             grad_TD,
             dz_TD,
             partial_SWD,
-            rows,
-            channels,
-            x_TD.stride(0),
             triton.cdiv(rows, strips),
             **{**constants, "BLOCK_T": block_rows},
+            CONTEXT=layout.num_outside > 0,
             num_warps=4,
         )
         total_WD = partial_SWD.sum(0)
-        grad_x_TD = _input_gradient(dz_TD, weight_DW, ctx.packed, sizes, constants) if ctx.needs_input_grad[0] else None
+        grad_x_TD = grad_context_AD = None
+        if ctx.needs_input_grad[0]:
+            grad_x_TD = _input_gradient(dz_TD, weight_DW, layout, sizes, constants)
+        if context_AD is not None and ctx.needs_input_grad[1]:
+            grad_context_AD = torch.empty_like(context_AD)
+            _add_readers(dz_TD, weight_DW, layout.outside, grad_context_AD, sizes, constants, first_row=rows)
         grad_bias_D = None if bias_D is None else total_WD[taps].to(bias_D.dtype)
-        return grad_x_TD, total_WD[:taps].flip(0).mT.to(weight_DW.dtype), grad_bias_D, None, None
+        grad_weight_DW = total_WD[:taps].flip(0).mT.to(weight_DW.dtype)
+        return grad_x_TD, grad_context_AD, grad_weight_DW, grad_bias_D, None, None
 
 
 def _input_gradient(
-    dz_TD: Tensor, weight_DW: Tensor, packed: PackedTree, sizes: "_Sizes", constants: dict[str, Any]
+    dz_TD: Tensor, weight_DW: Tensor, layout: ConvLayout, sizes: "_Sizes", constants: dict[str, Any]
 ) -> Tensor:
     rows, channels = dz_TD.shape
-    constants = {name: value for name, value in constants.items() if name not in ("BIAS", "ACTIVATE")}
+    kept = {name: value for name, value in constants.items() if name not in ("BIAS", "ACTIVATE")}
     grad_x_TD = torch.empty_like(dz_TD)
-    columns = triton.cdiv(channels, sizes.channels)
-    _backward_input[(triton.cdiv(rows, sizes.rows), columns)](
-        dz_TD, weight_DW, packed.ancestor_3T, grad_x_TD, rows, channels, **constants, num_warps=4
-    )
-    branches = _branches(packed)
-    if len(branches.row_P):
-        del constants["BLOCK_T"]
-        _backward_branching[(len(branches.row_P), columns)](
-            dz_TD,
-            weight_DW,
-            branches.row_P,
-            branches.offset_P1,
-            branches.reader_Q,
-            branches.above_Q,
-            grad_x_TD,
-            channels,
-            **constants,
-            num_warps=2,
-        )
+    grid = (triton.cdiv(rows, sizes.rows), triton.cdiv(channels, sizes.channels))
+    _backward_input[grid](dz_TD, weight_DW, layout.ancestor_WT, grad_x_TD, rows, channels, **kept, num_warps=4)
+    _add_readers(dz_TD, weight_DW, layout.across, grad_x_TD, sizes, constants)
     return grad_x_TD
+
+
+def _add_readers(
+    dz_TD: Tensor,
+    weight_DW: Tensor,
+    readers: Readers,
+    grad_XD: Tensor,
+    sizes: "_Sizes",
+    constants: dict[str, Any],
+    first_row: int = 0,
+) -> None:
+    """Writes the gradients of listed rows, the first row of `grad_XD` being `first_row`; own rows lie at 0."""
+    if not len(readers.row_P):
+        return
+    channels = dz_TD.shape[1]
+    _backward_listed[(len(readers.row_P), triton.cdiv(channels, sizes.channels))](
+        dz_TD,
+        weight_DW,
+        readers.row_P,
+        readers.offset_P1,
+        readers.reader_Q,
+        readers.above_Q,
+        grad_XD,
+        channels,
+        first_row,
+        OWN=first_row == 0,
+        **{name: constants[name] for name in ("TAPS", "SUM", "BLOCK_D")},
+        num_warps=2,
+    )
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What a kernel reads rows from: own rows, rows outside, and the map into both."""
+
+    x_TD: Tensor
+    context_AD: Tensor | None
+    layout: ConvLayout
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        rows, channels = self.x_TD.shape
+        context_AD = self.x_TD if self.context_AD is None else self.context_AD
+        return (
+            self.x_TD,
+            context_AD,
+            self.layout.ancestor_WT,
+            rows,
+            self.layout.num_outside,
+            channels,
+            self.x_TD.stride(0),
+        )
 
 
 @dataclass(frozen=True)
@@ -199,14 +203,32 @@ class _Sizes:
 
 
 @triton.jit
-def _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, above: tl.constexpr):
+def _read_tap(
+    x_ptr,
+    context_ptr,
+    ancestor_ptr,
+    rows,
+    outside,
+    channels,
+    stride,
+    row,
+    column,
+    inside,
+    above: tl.constexpr,
+    CONTEXT: tl.constexpr,
+):
     """Rows `above` above each row; zeros where there is none."""
     if above == 0:
         source = row
     else:
         source = tl.load(ancestor_ptr + tl.cast(rows, tl.int64) * (above - 1) + row, mask=row < rows, other=rows)
     mask = (source < rows)[:, None] & inside
-    return tl.load(x_ptr + source[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    x = tl.load(x_ptr + source[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    if CONTEXT and above > 0:
+        is_outside = ((source >= rows) & (source < rows + outside))[:, None] & inside
+        place = (source - rows)[:, None] * channels + column[None, :]
+        x = tl.where(is_outside, tl.load(context_ptr + place, mask=is_outside, other=0.0), x)
+    return x
 
 
 @triton.jit
@@ -218,68 +240,93 @@ def _read_weight(weight_ptr, column, inside, above: tl.constexpr, TAPS: tl.const
 @triton.jit
 def _preactivation(
     x_ptr,
+    context_ptr,
+    ancestor_ptr,
+    rows,
+    outside,
+    channels,
+    stride,
     weight_ptr,
     bias_ptr,
-    ancestor_ptr,
     row,
     column,
     inside,
-    rows,
-    channels,
-    stride,
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
     SUM: tl.constexpr,
+    CONTEXT: tl.constexpr,
 ):
     """bias + sum over taps, own row first, in one order whatever the tile."""
     z = tl.zeros(inside.shape, SUM)
     if BIAS:
         z += tl.load(bias_ptr + column, mask=column < channels, other=0.0).to(SUM)[None, :]
     for above in tl.static_range(TAPS):
-        x = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, above)
+        x = _read_tap(
+            x_ptr, context_ptr, ancestor_ptr, rows, outside, channels, stride, row, column, inside, above, CONTEXT
+        )
         z += x.to(SUM) * _read_weight(weight_ptr, column, column < channels, above, TAPS, SUM)
     return z
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "outside"])
 def _forward(
     x_ptr,
-    weight_ptr,
-    bias_ptr,
+    context_ptr,
     ancestor_ptr,
-    y_ptr,
     rows,
+    outside,
     channels,
     stride,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATE: tl.constexpr,
     SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CONTEXT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < channels)[None, :]
     z = _preactivation(
-        x_ptr, weight_ptr, bias_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, TAPS, BIAS, SUM
+        x_ptr,
+        context_ptr,
+        ancestor_ptr,
+        rows,
+        outside,
+        channels,
+        stride,
+        weight_ptr,
+        bias_ptr,
+        row,
+        column,
+        inside,
+        TAPS,
+        BIAS,
+        SUM,
+        CONTEXT,
     )
     y = z / (1.0 + tl.exp(-z)) if ACTIVATE else z
     tl.store(y_ptr + row[:, None] * channels + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "strip_rows"])
+@triton.jit(do_not_specialize=["rows", "outside", "strip_rows"])
 def _backward_preactivation(
     x_ptr,
+    context_ptr,
+    ancestor_ptr,
+    rows,
+    outside,
+    channels,
+    stride,
     weight_ptr,
     bias_ptr,
-    ancestor_ptr,
     grad_ptr,
     dz_ptr,
     partial_ptr,
-    rows,
-    channels,
-    stride,
     strip_rows,
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -287,6 +334,7 @@ def _backward_preactivation(
     SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CONTEXT: tl.constexpr,
 ):
     """One strip of rows, tile by tile: dz, and the strip's share of the gradients of weight and bias."""
     strip = tl.program_id(0).to(tl.int64)
@@ -304,13 +352,21 @@ def _backward_preactivation(
         inside = (row < stop)[:, None] & inside_D[None, :]
         place = row[:, None] * channels + column[None, :]
         dz = tl.load(grad_ptr + place, mask=inside, other=0.0).to(SUM)
-        x_0 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 0).to(SUM)
+        x_0 = _read_tap(
+            x_ptr, context_ptr, ancestor_ptr, rows, outside, channels, stride, row, column, inside, 0, CONTEXT
+        ).to(SUM)
         if TAPS > 1:
-            x_1 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 1).to(SUM)
+            x_1 = _read_tap(
+                x_ptr, context_ptr, ancestor_ptr, rows, outside, channels, stride, row, column, inside, 1, CONTEXT
+            ).to(SUM)
         if TAPS > 2:
-            x_2 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 2).to(SUM)
+            x_2 = _read_tap(
+                x_ptr, context_ptr, ancestor_ptr, rows, outside, channels, stride, row, column, inside, 2, CONTEXT
+            ).to(SUM)
         if TAPS > 3:
-            x_3 = _read_tap(x_ptr, ancestor_ptr, row, column, inside, rows, channels, stride, 3).to(SUM)
+            x_3 = _read_tap(
+                x_ptr, context_ptr, ancestor_ptr, rows, outside, channels, stride, row, column, inside, 3, CONTEXT
+            ).to(SUM)
         if ACTIVATE:
             z = x_0 * _read_weight(weight_ptr, column, inside_D, 0, TAPS, SUM)
             if BIAS:
@@ -358,7 +414,7 @@ def _backward_input(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows whose readers all lie right behind them; `_backward_branching` overwrites the others."""
+    """Rows whose readers all lie right behind them; `_backward_listed` overwrites the others."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < channels)[None, :]
@@ -376,31 +432,36 @@ def _backward_input(
     tl.store(grad_x_ptr + place, total.to(grad_x_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _backward_branching(
+@triton.jit(do_not_specialize=["first_row"])
+def _backward_listed(
     dz_ptr,
     weight_ptr,
     row_ptr,
     offset_ptr,
     reader_ptr,
     above_ptr,
-    grad_x_ptr,
+    grad_ptr,
     channels,
+    first_row,
+    OWN: tl.constexpr,
     TAPS: tl.constexpr,
     SUM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One row above a branch: itself, then every row in its list."""
+    """One listed row: itself, if it is an own row, then every row in its list."""
     place = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < channels
     row = tl.load(row_ptr + place)
-    dz = tl.load(dz_ptr + row * channels + column, mask=inside, other=0.0).to(SUM)
-    total = dz * tl.load(weight_ptr + column * TAPS + (TAPS - 1), mask=inside, other=0.0).to(SUM)
+    total = tl.zeros([BLOCK_D], SUM)
+    if OWN:
+        dz = tl.load(dz_ptr + row * channels + column, mask=inside, other=0.0).to(SUM)
+        total += dz * tl.load(weight_ptr + column * TAPS + (TAPS - 1), mask=inside, other=0.0).to(SUM)
     for entry in range(tl.load(offset_ptr + place), tl.load(offset_ptr + place + 1)):
         reader = tl.load(reader_ptr + entry)
         above = tl.load(above_ptr + entry)
         mask = inside & (above < TAPS)
         dz = tl.load(dz_ptr + reader * channels + column, mask=mask, other=0.0).to(SUM)
         total += dz * tl.load(weight_ptr + column * TAPS + (TAPS - 1 - above), mask=mask, other=0.0).to(SUM)
-    tl.store(grad_x_ptr + row * channels + column, total.to(grad_x_ptr.dtype.element_ty), mask=inside)
+    place = (row - first_row) * channels + column
+    tl.store(grad_ptr + place, total.to(grad_ptr.dtype.element_ty), mask=inside)

@@ -4,17 +4,27 @@ from torch import Tensor
 
 from harts.layout import PackedTree
 from harts.ops.dispatch import choose
+from harts.ops.gated_delta_rule.context import DeltaContext, check, delta_reads
 from harts.ops.gated_delta_rule.reference import gated_delta_rule_reference
 from harts.ops.requirements import require_triton
 
-__all__ = ["gated_delta_rule"]
+__all__ = ["DeltaContext", "delta_reads", "gated_delta_rule", "gated_delta_rule_and_states"]
 
 
-def _triton(q_THK: Tensor, k_THK: Tensor, v_TGV: Tensor, g_TG: Tensor, beta_TG: Tensor, packed: PackedTree) -> Tensor:
+def _triton(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_TGV: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+    packed: PackedTree,
+    context: DeltaContext | None,
+    wanted: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
     require_triton("gated_delta_rule", q_THK.device)
     from harts.ops.gated_delta_rule.triton import gated_delta_rule_triton  # only here: a CPU needs no Triton
 
-    return gated_delta_rule_triton(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed)
+    return gated_delta_rule_triton(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed, context, wanted)
 
 
 _IMPLEMENTATIONS = {"reference": gated_delta_rule_reference, "triton": _triton}
@@ -29,6 +39,7 @@ def gated_delta_rule(
     packed: PackedTree,
     *,
     impl: str = "reference",
+    context: DeltaContext | None = None,
 ) -> Tensor:
     """Gated delta rule along every path of the tree.
 
@@ -42,10 +53,11 @@ def gated_delta_rule(
         v_TGV: values, [T, G, V]; G is a multiple of H, and head h of q and k serves G // H consecutive value heads.
         g_TG: logarithm of the decay, [T, G], <= 0.
         beta_TG: writing strength, [T, G], in [0, 1].
-        packed: the tree.
+        packed: the tree, or a piece of one.
         impl: `"reference"`: plain PyTorch on any device, in the inputs' dtype but at least fp32. `"triton"`: kernels
             for a CUDA GPU; q, k and v in bfloat16, g in float32, K = V = 128. Outputs are then bit
             for bit those of separate rows, and everything is the same in every run.
+        context: of a piece: what it reads from outside; see `delta_reads`.
 
     Returns:
         o_TGV: [T, G, V], in the dtype of q.
@@ -54,6 +66,30 @@ def gated_delta_rule(
         ValueError: shapes do not fit each other or the tree, `impl` is unknown, or it does not support the inputs or
             the machine.
         ImportError: `impl="triton"` without Triton.
+    """
+    return gated_delta_rule_and_states(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed, impl=impl, context=context)[0]
+
+
+def gated_delta_rule_and_states(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_TGV: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+    packed: PackedTree,
+    *,
+    impl: str = "reference",
+    context: DeltaContext | None = None,
+    wanted: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule`, and states that other pieces start from.
+
+    Args:
+        wanted: own rows, from 0, each the last one of a full block (depth 63, 127, ...), whose states are given.
+
+    Returns:
+        o_TGV: [T, G, V], in the dtype of q.
+        states_WGVK: [W, G, V, K], fp32 (fp64 for fp64), behind the wanted rows; differentiable.
     """
     rows, heads, _ = q_THK.shape
     groups = v_TGV.shape[1]
@@ -67,4 +103,6 @@ def gated_delta_rule(
             f"gated_delta_rule: expected value heads to be a multiple of the {heads} key heads, and g and beta of "
             f"shape [{rows}, {groups}], came {groups} value heads, g {list(g_TG.shape)}, beta {list(beta_TG.shape)}"
         )
-    return choose("gated_delta_rule", impl, _IMPLEMENTATIONS)(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed)
+    check(context, packed)
+    run = choose("gated_delta_rule", impl, _IMPLEMENTATIONS)
+    return run(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed, context, wanted)

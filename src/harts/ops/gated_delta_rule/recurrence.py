@@ -14,58 +14,9 @@ Shape suffixes in comments: E blocks, G value heads, H key heads, K key size, V 
 import triton
 import triton.language as tl
 
+from harts.ops.chains.handover import signal, wait
+
 __all__ = ["state_gradients_kernel", "states_kernel"]
-
-
-@triton.jit
-def _wait(flag_ptr, INTERPRETED: tl.constexpr):
-    """Returns 0 once the flag is set; everything written before it was set is visible then.
-
-    The caller adds the 0 to an address that it reads, so that no compiler can move the read before the wait.
-    """
-    if INTERPRETED:  # programs run one after the other
-        flag = tl.load(flag_ptr)
-        tl.device_assert(flag == 1, "a chain ran before its source")
-        return flag - 1
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred unset;
-        WAIT:
-        ld.acquire.gpu.global.u32 $0, [$1];
-        setp.eq.u32 unset, $0, 0;
-        @unset bra WAIT;
-        sub.u32 $0, $0, 1;
-        }""",
-        "=r,l",
-        [flag_ptr.to(tl.uint64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _signal(flag_ptr, INTERPRETED: tl.constexpr):
-    """Sets the flag once all threads of the program have written what they wrote before."""
-    if INTERPRETED:
-        tl.store(flag_ptr, 1)
-    else:  # tl.debug_barrier and tl.atomic_xchg do this too, but no loop with a barrier is pipelined
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            bar.sync 0;
-            @first st.release.gpu.global.u32 [$1], 1;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l",
-            [flag_ptr.to(tl.uint64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -110,7 +61,7 @@ def states_kernel(
     source = tl.load(source_ptr + chain)
     if source >= 0:
         place = source.to(tl.int64) * G + head
-        zero = _wait(flags_ptr + place * TILES + tile, INTERPRETED)
+        zero = wait(flags_ptr + place * TILES + tile, INTERPRETED)
         state = tl.load(handed_ptr + place * (V * K) + in_state + zero)
 
     first = tl.load(first_block_ptr + chain)
@@ -134,7 +85,7 @@ def states_kernel(
         if boundary >= 0:
             place = boundary.to(tl.int64) * G + head
             tl.store(handed_ptr + place * (V * K) + in_state, state)
-            _signal(flags_ptr + place * TILES + tile, INTERPRETED)
+            signal(flags_ptr + place * TILES + tile, INTERPRETED)
 
 
 @triton.jit
@@ -197,7 +148,7 @@ def state_gradients_kernel(
 
         boundary = tl.load(boundary_ptr + block)
         if boundary >= 0:
-            zero = _wait(flags_ptr + (boundary.to(tl.int64) * G + head) * TILES + tile, INTERPRETED)
+            zero = wait(flags_ptr + (boundary.to(tl.int64) * G + head) * TILES + tile, INTERPRETED)
             child = tl.load(child_ptr + tl.load(children_ptr + boundary))
             dstate += tl.load(handed_ptr + (child.to(tl.int64) * G + head) * (V * K) + in_state + zero)
 
@@ -227,4 +178,4 @@ def state_gradients_kernel(
                     child = tl.load(child_ptr + index).to(tl.int64)
                     total += tl.load(handed_ptr + (child * G + head) * (V * K) + in_state, cache_modifier=".cg")
                 tl.store(total_ptr, total)
-            _signal(flags_ptr + place, INTERPRETED)
+            signal(flags_ptr + place, INTERPRETED)

@@ -1,17 +1,21 @@
-"""The chunkwise gated delta rule over the block tree, in plain PyTorch.
+"""The chunkwise gated delta rule over the blocks of a tree, in plain PyTorch.
 
 Within a block everything is a product of matrices (UT transform, arXiv:2406.06484, section 3); only the state at block
 boundaries is sequential, and it follows the tree: the blocks of one level run together, each from the end of the
 block that it continues.
 
-Shape suffixes: T rows, E blocks, G value heads, H key heads, K key size, V value size, C 64 rows of a block.
+Shape suffixes: T rows, X rows with those replayed from outside, E blocks, G value heads, H key heads, K key size, V
+value size, C 64 rows of a block, O states from outside, W wanted states.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from harts.blocks import BLOCK
 from harts.layout import PackedTree
+from harts.ops.chains import Levels, levels
+from harts.ops.gated_delta_rule.context import DeltaContext
 
 __all__ = ["gated_delta_rule_reference"]
 
@@ -19,16 +23,30 @@ _EPS = 1e-6  # of the normalisation of q and k, as in the published models
 
 
 def gated_delta_rule_reference(
-    q_THK: Tensor, k_THK: Tensor, v_TGV: Tensor, g_TG: Tensor, beta_TG: Tensor, packed: PackedTree
-) -> Tensor:
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_TGV: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+    packed: PackedTree,
+    context: DeltaContext | None,
+    wanted: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
     """See `harts.ops.gated_delta_rule`; computes in the dtype of q, at least in fp32."""
+    layout = packed.layout(levels, BLOCK, wanted)
     dtype = torch.promote_types(q_THK.dtype, torch.float32)
     repeats = v_TGV.shape[1] // q_THK.shape[1]
-    q_EGCK = _to_blocks(_unit(q_THK.to(dtype)), packed).repeat_interleave(repeats, 1) * q_THK.shape[-1] ** -0.5
-    k_EGCK = _to_blocks(_unit(k_THK.to(dtype)), packed).repeat_interleave(repeats, 1)
-    v_EGCV = _to_blocks(v_TGV.to(dtype), packed)
-    beta_EGC1 = _to_blocks(beta_TG.to(dtype).unsqueeze(-1), packed)
-    g_EGC = _to_blocks(g_TG.to(dtype).unsqueeze(-1), packed).squeeze(-1)
+    states_OGVK = None
+    q_XHK, k_XHK, v_XGV, g_XG, beta_XG = q_THK, k_THK, v_TGV, g_TG, beta_TG
+    if context is not None:
+        q_XHK = pad(q_THK, (0, 0, 0, 0, 0, len(context.k_RHK)))  # outputs of replayed rows go nowhere
+        k_XHK, v_XGV, g_XG, beta_XG = context.append_to(k_THK, v_TGV, g_TG, beta_TG)
+        states_OGVK = context.states_OGVK.to(dtype)
+    q_EGCK = _to_blocks(_unit(q_XHK.to(dtype)), layout).repeat_interleave(repeats, 1) * q_THK.shape[-1] ** -0.5
+    k_EGCK = _to_blocks(_unit(k_XHK.to(dtype)), layout).repeat_interleave(repeats, 1)
+    v_EGCV = _to_blocks(v_XGV.to(dtype), layout)
+    beta_EGC1 = _to_blocks(beta_XG.to(dtype).unsqueeze(-1), layout)
+    g_EGC = _to_blocks(g_XG.to(dtype).unsqueeze(-1), layout).squeeze(-1)
 
     # Decay from behind row j to row i of a block, and from the start of the block to behind row i.
     gamma_EGC = g_EGC.cumsum(-1)
@@ -47,39 +65,48 @@ def gated_delta_rule_reference(
     # Keys as the state at the end of the block sees them.
     end_decay_EG11 = gamma_EGC[..., -1, None, None].exp()
     k_end_EGCK = k_EGCK * (gamma_EGC[..., -1:] - gamma_EGC).exp().unsqueeze(-1)
-    states_EGKV, v_new_EGCV = _recur(u_EGCV, w_EGCK, k_end_EGCK, end_decay_EG11, packed)
+    states_EGKV, ends_EGKV, v_new_EGCV = _recur(u_EGCV, w_EGCK, k_end_EGCK, end_decay_EG11, layout, states_OGVK)
 
     o_EGCV = (q_EGCK * decay_EGC1) @ states_EGKV + ((q_EGCK @ k_EGCK.mT) * decay_EGCC) @ v_new_EGCV
     o_slots: Tensor = o_EGCV.transpose(1, 2).flatten(0, 1)
-    return o_slots.index_select(0, packed.linear.slot_T).to(q_THK.dtype)
+    o_TGV = o_slots.index_select(0, layout.slot_T).to(q_THK.dtype)
+    return o_TGV, ends_EGKV.index_select(0, layout.wanted_W).mT
 
 
 def _recur(
-    u_EGCV: Tensor, w_EGCK: Tensor, k_end_EGCK: Tensor, end_decay_EG11: Tensor, packed: PackedTree
-) -> tuple[Tensor, Tensor]:
-    """State at the start of every block and the values that each row writes, level by level."""
-    sizes = packed.linear.level_sizes
+    u_EGCV: Tensor,
+    w_EGCK: Tensor,
+    k_end_EGCK: Tensor,
+    end_decay_EG11: Tensor,
+    layout: Levels,
+    states_OGVK: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """State at the start and at the end of every block, and the values that each row writes, level by level."""
     starts: list[Tensor] = []
+    ends: list[Tensor] = []
     written: list[Tensor] = []
-    end_NGKV = u_EGCV.new_zeros(sizes[0], u_EGCV.shape[1], w_EGCK.shape[-1], u_EGCV.shape[-1])
-    levels = zip(
-        *(torch.split(x, list(sizes)) for x in (u_EGCV, w_EGCK, k_end_EGCK, end_decay_EG11, packed.linear.parent_E)),
-        strict=True,
+    # What level 0 starts from: nothing, or a state from outside.
+    end_NGKV = u_EGCV.new_zeros(1, u_EGCV.shape[1], w_EGCK.shape[-1], u_EGCV.shape[-1])
+    if states_OGVK is not None:
+        end_NGKV = torch.cat([end_NGKV, states_OGVK.mT])
+    by_level = (
+        torch.split(x, list(layout.level_sizes))
+        for x in (u_EGCV, w_EGCK, k_end_EGCK, end_decay_EG11, layout.parent_E)
     )
-    for level, (u, w, k_end, end_decay, parent_N) in enumerate(levels):
-        start_NGKV = end_NGKV.index_select(0, parent_N) if level else end_NGKV
+    for u, w, k_end, end_decay, parent_N in zip(*by_level, strict=True):
+        start_NGKV = end_NGKV.index_select(0, parent_N)
         v_new_NGCV = u - w @ start_NGKV
         end_NGKV = start_NGKV * end_decay + k_end.mT @ v_new_NGCV
         starts.append(start_NGKV)
+        ends.append(end_NGKV)
         written.append(v_new_NGCV)
-    return torch.cat(starts), torch.cat(written)
+    return torch.cat(starts), torch.cat(ends), torch.cat(written)
 
 
-def _to_blocks(x_THK: Tensor, packed: PackedTree) -> Tensor:
-    """[T, H, K] -> [E, H, 64, K]; rows behind the end of a partial block are zero: they write and decay nothing."""
-    rows_EC = packed.linear.row_E64
-    padded = pad(x_THK, (0, 0, 0, 0, 0, 1)).index_select(0, rows_EC.flatten())
-    return padded.view(*rows_EC.shape, *x_THK.shape[1:]).transpose(1, 2)
+def _to_blocks(x_XHK: Tensor, layout: Levels) -> Tensor:
+    """[X, H, K] -> [E, H, 64, K]; rows behind the end of a partial block are zero: they write and decay nothing."""
+    padded = pad(x_XHK, (0, 0, 0, 0, 0, 1)).index_select(0, layout.row_EK.flatten())
+    return padded.view(*layout.row_EK.shape, *x_XHK.shape[1:]).transpose(1, 2)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ the tree (`recurrence`), in one launch in which programs wait for the chains tha
 depend on the rows of its path alone, not on chain, launch or neighbours: outputs are bit for bit those of separate
 rows, and everything is bit for bit the same in every run.
 
-Shape suffixes: T rows, X slots of rows that have several, E blocks, C chains, J boundaries, H key heads, G value heads,
-K key size, V value size.
+Shape suffixes: T rows, X rows with those replayed from outside (X = T for a whole tree), E blocks, C chains, J
+boundaries, O states from outside, W wanted states, H key heads, G value heads, K key size, V value size.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from harts.blocks import BLOCK
 from harts.layout import PackedTree
+from harts.ops.chains import ChainOrder, Schedule, chain_order, schedule
 from harts.ops.gated_delta_rule import blockwise, recurrence
-from harts.ops.gated_delta_rule.schedule import Order, Schedule, get_order, get_schedule
+from harts.ops.gated_delta_rule.context import DeltaContext
 from harts.ops.requirements import require_triton
 
 __all__ = [
@@ -50,7 +51,7 @@ class LaunchPlan:
     """What does not change between forward and backward."""
 
     schedule: Schedule
-    order: Order
+    order: ChainOrder
     num_rows: int
     heads: int
     groups: int
@@ -78,13 +79,17 @@ class LaunchPlan:
 
     def copies(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Gradients by target: rows, then the copies of the rows with several slots."""
-        rows = self.num_rows + self.schedule.num_copies
+        rows = self.schedule.num_rows + self.schedule.num_copies
         return like.new_empty(rows, self.groups, *shape, dtype=dtype or like.dtype)
 
     def flags(self, like: Tensor, sets: int) -> Tensor:
         """A ticket counter and `sets` of flags by boundary, value head and tile, all 0."""
         flags = sets * self.schedule.num_boundaries * self.groups * (self.value_size // self.tile)
         return torch.zeros(1 + flags, dtype=torch.int32, device=like.device)
+
+    def by_boundary(self, flags: Tensor) -> Tensor:
+        """One set of flags as [J, value heads * tiles]: a view."""
+        return flags.view(self.schedule.num_boundaries, -1)
 
 
 @dataclass(frozen=True)
@@ -107,10 +112,12 @@ def gated_delta_rule_triton(
     g_TG: Tensor,
     beta_TG: Tensor,
     packed: PackedTree,
+    context: DeltaContext | None = None,
+    wanted: tuple[int, ...] = (),
     *,
     recompute: bool = False,
-) -> Tensor:
-    """See `harts.ops.gated_delta_rule`.
+) -> tuple[Tensor, Tensor]:
+    """See `harts.ops.gated_delta_rule_and_states`.
 
     Args:
         recompute: keep only the inputs for the backward and run the forward again there. Otherwise what the kernels
@@ -121,29 +128,44 @@ def gated_delta_rule_triton(
         ValueError: the device, the Triton version, a dtype, a head size or a memory layout is not supported.
     """
     _check(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed)
-    plan = make_launch_plan(q_THK, v_TGV, packed)
-    o_TGV: Tensor = _GatedDeltaRule.apply(q_THK, k_THK, v_TGV, g_TG, beta_TG, plan, recompute)
-    return o_TGV
+    plan = make_launch_plan(q_THK, v_TGV, packed, wanted)
+    inputs: tuple[Tensor, ...] = (k_THK, v_TGV, g_TG, beta_TG)
+    states_OGVK = None
+    if context is not None:
+        inputs, states_OGVK = context.append_to(*inputs), context.states_OGVK.contiguous()
+    o_TGV, states_WGVK = _GatedDeltaRule.apply(q_THK, *inputs, states_OGVK, plan, recompute)
+    return o_TGV, states_WGVK
 
 
-def make_launch_plan(q_THK: Tensor, v_TGV: Tensor, packed: PackedTree) -> LaunchPlan:
+def make_launch_plan(
+    q_THK: Tensor, v_TGV: Tensor, packed: PackedTree, wanted: tuple[int, ...] = ()
+) -> LaunchPlan:
     """Sizes, slots and order of one call; see `gated_delta_rule_triton`."""
     rows, heads, key_size = q_THK.shape
     groups, value_size = v_TGV.shape[1:]
     processors = 1 if INTERPRETED else torch.cuda.get_device_properties(q_THK.device).multi_processor_count
     programs = groups * value_size // min(VALUE_TILE, value_size)  # a chain
-    order = get_order(packed, lanes=max(processors // programs, 1))
-    return LaunchPlan(get_schedule(packed), order, rows, heads, groups, key_size, value_size)
+    slots = packed.layout(schedule, BLOCK, wanted)
+    order = packed.layout(chain_order, BLOCK, max(processors // programs, 1))
+    return LaunchPlan(slots, order, rows, heads, groups, key_size, value_size)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: LaunchPlan, recompute: bool
-    ) -> Tensor:
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        states_OGVK: Tensor | None,
+        plan: LaunchPlan,
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor]:
         with _device_of(q):
-            blocks = run_blocks(q, k, v, g, beta, plan)
-            o_TGV = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+            blocks, handed_JGVK = run_blocks(q, k, v, g, beta, states_OGVK, plan)
+            o_TGV = torch.empty(plan.num_rows, *v.shape[1:], dtype=q.dtype, device=q.device)
             _launch(
                 blockwise.outputs_kernel,
                 plan.schedule.num_blocks * plan.groups,
@@ -154,22 +176,29 @@ class _GatedDeltaRule(torch.autograd.Function):
             )
         ctx.plan = plan
         kept = () if recompute else tuple(vars(blocks).values())
-        ctx.save_for_backward(q, k, v, g, beta, *kept)
-        return o_TGV
+        ctx.save_for_backward(q, k, v, g, beta, states_OGVK, *kept)
+        return o_TGV, handed_JGVK.index_select(0, plan.schedule.wanted_W)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, do_TGV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, do_TGV: Tensor, dstates_WGVK: Tensor
+    ) -> tuple[Tensor | None, ...]:
         plan: LaunchPlan = ctx.plan
-        q, k, v, g, beta, *kept = ctx.saved_tensors
+        q, k, v, g, beta, states_OGVK, *kept = ctx.saved_tensors
         with _device_of(q):
-            blocks = Blocks(*kept) if kept else run_blocks(q, k, v, g, beta, plan)
-            dq, dk, dv, dg, dbeta = _run_gradients(q, k, v, beta, do_TGV.contiguous(), blocks, plan)
-        return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), None, None
+            blocks = Blocks(*kept) if kept else run_blocks(q, k, v, g, beta, states_OGVK, plan)[0]
+            *grads, dg, dbeta, handed = _run_gradients(
+                q, k, v, beta, do_TGV.contiguous(), dstates_WGVK, blocks, plan
+            )
+        dstates = None if states_OGVK is None else handed.index_select(0, plan.schedule.first_child_O)
+        return *grads, dg.to(g.dtype), dbeta.to(beta.dtype), dstates, None, None
 
 
-def run_blocks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: LaunchPlan) -> Blocks:
-    """Everything of the forward but the outputs."""
+def run_blocks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states_OGVK: Tensor | None, plan: LaunchPlan
+) -> tuple[Blocks, Tensor]:
+    """Everything of the forward but the outputs; and the states at boundaries, [J, G, V, K] in fp32."""
     schedule = plan.schedule
     q_unit = q.new_empty(schedule.num_blocks, plan.heads, BLOCK, plan.key_size)
     k_unit = torch.empty_like(q_unit)
@@ -181,8 +210,8 @@ def run_blocks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: L
         K=plan.key_size,
     )
     gamma, inverse, w, u = _run_corrections(k_unit, v, g, beta, plan)
-    states, written = run_states(k_unit, w, u, gamma, plan)
-    return Blocks(q_unit, k_unit, gamma, inverse, w, written, states)
+    states, written, handed = run_states(k_unit, w, u, gamma, plan, states_OGVK)
+    return Blocks(q_unit, k_unit, gamma, inverse, w, written, states), handed
 
 
 def _run_corrections(
@@ -204,12 +233,22 @@ def _run_corrections(
     return gamma, inverse, w, u
 
 
-def run_states(k_unit: Tensor, w: Tensor, u: Tensor, gamma: Tensor, plan: LaunchPlan) -> tuple[Tensor, Tensor]:
-    """The recurrence: states [E, G, V, K] at the start of every block and values [E, G, V, 64] written to them."""
+def run_states(
+    k_unit: Tensor, w: Tensor, u: Tensor, gamma: Tensor, plan: LaunchPlan, states_OGVK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The recurrence.
+
+    Returns:
+        States [E, G, V, K] at the start of every block, values [E, G, V, 64] written to them, and states at boundaries
+        [J, G, V, K] in fp32.
+    """
     schedule = plan.schedule
     states, written = plan.tiles(w, plan.value_size, plan.key_size), torch.empty_like(u)
     handed = w.new_empty(schedule.num_boundaries, *states.shape[1:], dtype=torch.float32)
     flags = plan.flags(w, sets=1)
+    if states_OGVK is not None and schedule.num_outside:
+        handed[: schedule.num_outside] = states_OGVK
+        plan.by_boundary(flags[1:])[: schedule.num_outside] = 1
     _launch_recurrence(
         recurrence.states_kernel,
         plan,
@@ -217,16 +256,29 @@ def run_states(k_unit: Tensor, w: Tensor, u: Tensor, gamma: Tensor, plan: Launch
         *(plan.order.forward_C, schedule.first_block_C1, schedule.boundary_E, schedule.source_C),
         PRECISION=_precision(w),
     )
-    return states, written
+    return states, written, handed
 
 
-def run_state_gradients(blocks: Blocks, do_scaled: Tensor, local: Tensor, plan: LaunchPlan) -> tuple[Tensor, Tensor]:
-    """The recurrence of the gradients: of the state at the end of every block, and of the values written to it."""
+def run_state_gradients(
+    blocks: Blocks, do_scaled: Tensor, local: Tensor, plan: LaunchPlan, dstates_WGVK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The recurrence of the gradients: of the state at the end of every block, and of the values written to it.
+
+    Returns:
+        Those two, and the gradients of the states that chains start from, [C + W, G, V, K] in fp32; those of one
+        boundary are added up in the place of its first chain. In the last W places are the gradients given for the
+        wanted states.
+    """
     schedule = plan.schedule
     dstates, dwritten = torch.empty_like(blocks.states), torch.empty_like(local)
-    handed = local.new_empty(schedule.num_chains, *dstates.shape[1:], dtype=torch.float32)
+    places = schedule.num_chains + schedule.num_wanted
+    handed = local.new_empty(places, *dstates.shape[1:], dtype=torch.float32)
     flags = plan.flags(local, sets=2)
     summed, arrived = flags[1:].chunk(2) if schedule.num_boundaries else (flags, flags)
+    if schedule.num_wanted and dstates_WGVK is not None:
+        handed[schedule.num_chains :] = dstates_WGVK
+        plan.by_boundary(arrived)[schedule.wanted_W] = 1
+        plan.by_boundary(summed)[schedule.alone_A] = 1
     _launch_recurrence(
         recurrence.state_gradients_kernel,
         plan,
@@ -235,13 +287,20 @@ def run_state_gradients(blocks: Blocks, do_scaled: Tensor, local: Tensor, plan: 
         *(schedule.source_C, schedule.children_J1, schedule.child_L),
         PRECISION=_precision(local),
     )
-    return dstates, dwritten
+    return dstates, dwritten, handed
 
 
 def _run_gradients(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, do: Tensor, blocks: Blocks, plan: LaunchPlan
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g and beta; the last two in fp32."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    do: Tensor,
+    dstates_WGVK: Tensor,
+    blocks: Blocks,
+    plan: LaunchPlan,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g and beta, the last two in fp32; and of states, see `run_state_gradients`."""
     schedule, programs = plan.schedule, plan.schedule.num_blocks * plan.groups
     do_scaled, local = (plan.tiles(q, plan.value_size, BLOCK) for _ in range(2))
     _launch(
@@ -251,7 +310,7 @@ def _run_gradients(
         **plan.sizes,
         PRECISION=_precision(q),
     )
-    dstates, dwritten = run_state_gradients(blocks, do_scaled, local, plan)
+    dstates, dwritten, handed = run_state_gradients(blocks, do_scaled, local, plan, dstates_WGVK)
     del do_scaled, local
     dq_unit = q.new_empty(plan.num_rows, plan.groups, plan.key_size)
     dk_unit, dv = plan.copies(q, plan.key_size), plan.copies(q, plan.value_size)
@@ -268,7 +327,8 @@ def _run_gradients(
     )
     _add_copies(plan, dk_unit, dv, dg, dbeta)
     dq, dk = _unit_gradients(q, dq_unit, plan), _unit_gradients(k, dk_unit, plan)
-    return dq, dk, dv[: plan.num_rows], dg[: plan.num_rows], dbeta[: plan.num_rows]
+    rows = plan.schedule.num_rows
+    return dq, dk, dv[:rows], dg[:rows], dbeta[:rows], handed
 
 
 def _add_copies(plan: LaunchPlan, *gradients: Tensor) -> None:
@@ -280,8 +340,8 @@ def _add_copies(plan: LaunchPlan, *gradients: Tensor) -> None:
             groups, size = groups * size, 1
         _launch(
             blockwise.add_copies_kernel,
-            len(plan.schedule.row_R) * groups,
-            *(x, plan.schedule.row_R, plan.schedule.copies_R1, plan.num_rows),
+            len(plan.schedule.row_D) * groups,
+            *(x, plan.schedule.row_D, plan.schedule.copies_D1, plan.schedule.num_rows),
             G=groups,
             N=size,
         )
@@ -293,8 +353,8 @@ def _unit_gradients(x: Tensor, dunit: Tensor, plan: LaunchPlan) -> Tensor:
     rows = 32
     _launch(
         blockwise.unit_gradients_kernel,
-        triton.cdiv(plan.num_rows, rows) * plan.heads,
-        *(x, dunit, dx, plan.num_rows, x.stride(0)),
+        triton.cdiv(len(x), rows) * plan.heads,
+        *(x, dunit, dx, len(x), x.stride(0)),
         H=plan.heads,
         G=plan.groups,
         K=plan.key_size,
