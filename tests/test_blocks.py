@@ -1,4 +1,4 @@
-"""BlockTree: fewest rounds against all decompositions, chains contiguous, counts against a naive block trie."""
+"""Chains and blocks: least nesting against all decompositions, chains contiguous, counts against a naive block trie."""
 
 from itertools import product
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from harts.blocks import BLOCK, BlockTree, count_replayed_rows
+from harts.blocks import BLOCK, Blocks, count_replayed_rows
+from harts.chains import row_order
 from harts.testing.trees import AWKWARD, caterpillar, random_trajectories, to_trajectories, tree_strategy
 from harts.tree import PrefixTree
 
@@ -28,7 +29,7 @@ def naive_blocks(tree: PrefixTree) -> dict[Block, Block | None]:
     return {one: one[: (len(one) - 1) // BLOCK * BLOCK] or None for one in blocks}
 
 
-def fewest_rounds(parents: dict[Block, Block | None]) -> int:
+def least_nesting(parents: dict[Block, Block | None]) -> int:
     """Tries every decomposition into chains: each block goes on in any one of its children, or in none."""
     children: dict[Block | None, list[Block]] = {}
     for block, parent in parents.items():
@@ -37,14 +38,14 @@ def fewest_rounds(parents: dict[Block, Block | None]) -> int:
     best = len(parents)
     for choice in product(*[[None, *children[block]] for block in inner]):
         goes_on = dict(zip(inner, choice, strict=True))
-        round_of: dict[Block, int] = {}
+        depth_of: dict[Block, int] = {}
         for block in sorted(parents, key=len):
             above = parents[block]
             if above is None:
-                round_of[block] = 1
+                depth_of[block] = 1
             else:
-                round_of[block] = round_of[above] + (goes_on[above] != block)
-        best = min(best, max(round_of.values()))
+                depth_of[block] = depth_of[above] + (goes_on[above] != block)
+        best = min(best, max(depth_of.values()))
     return best
 
 
@@ -59,101 +60,104 @@ def random_block_tree(rng: np.random.Generator, blocks: int) -> PrefixTree:
     return PrefixTree.build(to_trajectories(rng, paths))
 
 
-def test_rounds_are_the_fewest_of_all_decompositions() -> None:
+def test_chains_nest_least_of_all_decompositions() -> None:
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(150):
         tree = random_block_tree(rng, int(rng.integers(1, 10)))
-        rounds = BlockTree.build(tree).num_rounds
-        assert rounds == fewest_rounds(naive_blocks(tree))
-        seen.add(rounds)
+        nesting = Blocks.of_tree(tree).nesting
+        assert nesting == least_nesting(naive_blocks(tree))
+        seen.add(nesting)
     assert {1, 2, 3} <= seen
 
 
-def check_layout(tree: PrefixTree, blocks: BlockTree) -> None:
+def check_layout(tree: PrefixTree, blocks: Blocks) -> None:
     """Row order, chains and sources fit together; nothing is taken from the implementation but its arrays."""
-    assert sorted(blocks.row_of_tree_T.tolist()) == list(range(tree.num_rows))
-    old = np.argsort(blocks.row_of_tree_T)
-    parent_T = np.where(tree.parent_T[old] >= 0, blocks.row_of_tree_T[tree.parent_T[old]], -1)
-    depth_T = tree.depth_T[old]
-    for chain in range(blocks.num_chains):
-        first, stop = blocks.own_start_C1[chain], blocks.own_start_C1[chain + 1]
-        assert parent_T[first] == blocks.parent_row_C[chain]
+    ordered = tree.reordered(row_order(tree))
+    assert (ordered.token_ids_T[ordered.row_of_N] == tree.token_ids_T[tree.row_of_N]).all()
+    assert (ordered.depth_T[ordered.row_of_N] == tree.depth_T[tree.row_of_N]).all()
+    assert sorted(set(ordered.row_of_N.tolist())) == list(range(tree.num_rows))
+    chains, parent_T, depth_T = blocks.chains, ordered.parent_T, ordered.depth_T
+    assert (chains.parent_T == parent_T).all()
+    for chain in range(chains.num_chains):
+        first, stop = chains.start_C1[chain], chains.start_C1[chain + 1]
+        assert parent_T[first] == chains.parent_row_C[chain]
         assert (parent_T[first + 1 : stop] == np.arange(first, stop - 1)).all()  # contiguous
-        assert depth_T[first] == blocks.first_depth_C[chain]
-        assert depth_T[stop - 1] + 1 == blocks.length_C[chain]
+        assert depth_T[first] == chains.depth_C[chain]
+        assert depth_T[stop - 1] + 1 == chains.length_C[chain]
         number = blocks.first_block_C1[chain + 1] - blocks.first_block_C1[chain]
-        assert number == -(-blocks.linear_rows_C[chain] // BLOCK)
+        assert number == -(-(chains.length_C[chain] - blocks.top_C[chain]) // BLOCK)
         source = blocks.source_C[chain]
-        if blocks.start_depth_C[chain] == 0:
+        assert not blocks.is_outside_C[chain]
+        if blocks.top_C[chain] == 0:
             assert source == -1
-            assert blocks.round_C[chain] == 0
+            assert blocks.nesting_C[chain] == 0
             continue
-        assert blocks.round_C[chain] == blocks.round_C[source] + 1
+        assert blocks.nesting_C[chain] == blocks.nesting_C[source] + 1
         # The source chain holds the row above the chain's first block, at the end of the block it starts from.
         row = first
-        while depth_T[row] >= blocks.start_depth_C[chain]:
+        while depth_T[row] >= blocks.top_C[chain]:
             row = parent_T[row]
-        assert blocks.own_start_C1[source] <= row < blocks.own_start_C1[source + 1]
+        assert chains.start_C1[source] <= row < chains.start_C1[source + 1]
         inside = blocks.source_block_C[chain] - blocks.first_block_C1[source]
-        assert blocks.start_depth_C[source] + (inside + 1) * BLOCK == depth_T[row] + 1
+        assert blocks.top_C[source] + (inside + 1) * BLOCK == depth_T[row] + 1
 
 
-def check_counts(tree: PrefixTree, blocks: BlockTree) -> None:
+def check_counts(tree: PrefixTree, blocks: Blocks) -> None:
     naive = naive_blocks(tree)
     rows = sum((len(block) - 1) % BLOCK + 1 for block in naive)
     assert blocks.num_blocks == len(naive)
     assert blocks.replayed_rows == count_replayed_rows(tree) == rows - tree.num_rows
     leaves = set(naive) - set(naive.values())
-    assert blocks.num_chains == len(leaves)
-    assert blocks.gathered_keys == sum(map(len, leaves))
+    assert blocks.chains.num_chains == len(leaves)
+    assert blocks.chains.length_C.sum() == sum(map(len, leaves))
     assert blocks.longest_path == max(-(-len(block) // BLOCK) for block in naive)
 
 
 @settings(deadline=None, max_examples=80)
 @given(tree_strategy(max_trajectories=9, max_length=260, vocab_size=2))
 def test_layout_of_random_trees(tree: PrefixTree) -> None:
-    blocks = BlockTree.build(tree)
+    blocks = Blocks.of_tree(tree)
     check_layout(tree, blocks)
     check_counts(tree, blocks)
 
 
 def test_layout_of_many_random_trees() -> None:
     rng = np.random.default_rng(0)
-    rounds = set()
+    nestings = set()
     for _ in range(60):
         tree = PrefixTree.build(random_trajectories(rng, num_trajectories=15, max_length=400, vocab_size=9))
-        blocks = BlockTree.build(tree)
+        blocks = Blocks.of_tree(tree)
         check_layout(tree, blocks)
         check_counts(tree, blocks)
-        rounds.add(blocks.num_rounds)
-    assert {2, 3} <= rounds
+        nestings.add(blocks.nesting)
+    assert {2, 3} <= nestings
 
 
 @pytest.mark.parametrize("name", [name for name in AWKWARD if name != "caterpillar"])
 def test_layout_of_awkward_trees(name: str) -> None:
     tree = PrefixTree.build(AWKWARD[name])
-    blocks = BlockTree.build(tree)
+    blocks = Blocks.of_tree(tree)
     check_layout(tree, blocks)
     check_counts(tree, blocks)
 
 
-def test_caterpillar_of_a_thousand_turns_has_two_rounds() -> None:
+def test_caterpillar_of_a_thousand_turns_nests_two_deep() -> None:
     tree = PrefixTree.build(AWKWARD["caterpillar"])
-    blocks = BlockTree.build(tree)
+    blocks = Blocks.of_tree(tree)
     check_layout(tree, blocks)
-    assert blocks.num_rounds == 2
+    assert blocks.nesting == 2
     long = PrefixTree.build(to_trajectories(np.random.default_rng(0), caterpillar(1000, spine=64, leg=70)))
-    assert BlockTree.build(long).num_rounds == 2
+    assert Blocks.of_tree(long).nesting == 2
 
 
 @pytest.mark.parametrize(("length", "blocks", "last"), [(63, 1, 63), (64, 1, 64), (65, 2, 1), (128, 2, 64)])
 def test_a_path_is_one_chain(length: int, blocks: int, last: int) -> None:
     rng = np.random.default_rng(0)
     tree = PrefixTree.build(to_trajectories(rng, [rng.integers(0, 9, length)]))
-    built = BlockTree.build(tree)
-    assert (built.num_chains, built.num_blocks, built.num_rounds, built.replayed_rows) == (1, blocks, 1, 0)
-    assert (built.length_C[0] - 1) % BLOCK + 1 == last
+    built = Blocks.of_tree(tree)
+    assert (built.chains.num_chains, built.num_blocks, built.nesting, built.replayed_rows) == (1, blocks, 1, 0)
+    assert (built.chains.length_C[0] - 1) % BLOCK + 1 == last
 
 
 @pytest.mark.parametrize(("shared", "replayed"), [(63, 63), (64, 0), (65, 1), (127, 63), (128, 0)])
@@ -161,15 +165,15 @@ def test_a_branch_replays_its_block_up_to_the_branch(shared: int, replayed: int)
     rng = np.random.default_rng(0)
     stem = rng.integers(0, 9, shared)
     tree = PrefixTree.build(to_trajectories(rng, [[*stem, 10, 11, 12], [*stem, 20, 21]]))
-    blocks = BlockTree.build(tree)
+    blocks = Blocks.of_tree(tree)
     assert blocks.replayed_rows == replayed
-    assert blocks.num_rounds == (2 if shared >= BLOCK else 1)  # within the first block both are roots
+    assert blocks.nesting == (2 if shared >= BLOCK else 1)  # within the first block both are roots
 
 
-def test_complete_binary_tree_needs_one_round_per_level() -> None:
+def test_complete_binary_tree_nests_once_a_level() -> None:
     rng = np.random.default_rng(0)
     levels = 5
     words = [list(f"{leaf:0{levels}b}") for leaf in range(2**levels)]
     rows = [np.concatenate([np.zeros(BLOCK), *[np.full(BLOCK, int(bit)) for bit in word]]) for word in words]
-    blocks = BlockTree.build(PrefixTree.build(to_trajectories(rng, [row.astype(np.int64) for row in rows])))
-    assert blocks.num_rounds == levels + 1
+    blocks = Blocks.of_tree(PrefixTree.build(to_trajectories(rng, [row.astype(np.int64) for row in rows])))
+    assert blocks.nesting == levels + 1

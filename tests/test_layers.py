@@ -13,6 +13,7 @@ ROOT = Path(harts.__file__).parent
 ORDER = [
     {"trajectory", "files", "transfer"},
     {"tree", "formats"},
+    {"chains"},
     {"blocks"},
     {"cost"},
     {"layout", "flops", "plan", "explain"},
@@ -23,7 +24,7 @@ ORDER = [
     {"integrations", "viz"},
     {"cli"},
 ]
-WITHOUT_TORCH = ["trajectory", "files", "tree", "blocks", "cost", "flops", "plan", "formats", "explain"]
+WITHOUT_TORCH = ["trajectory", "files", "tree", "chains", "blocks", "cost", "flops", "plan", "formats", "explain"]
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -48,13 +48,12 @@ def test_a_layout_arrives_whole_behind_a_busy_gpu() -> None:
     start, stop = (torch.cuda.Event() for _ in range(2))
     start.record()
     there = here.to("cuda")
-    pages = key_pages(there, 80)
+    pages = there.layout(key_pages, 80)
     assert not start.query()  # nobody has waited
     stop.record()
     stop.synchronize()
-    for name in ("token_ids_T", "ancestor_3T", "target_of_N", "temperature_U"):
+    for name in ("token_ids_T", "position_T", "target_of_N", "temperature_U"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
-    assert torch.equal(there.linear.row_E64.cpu(), here.linear.row_E64)
-    for a, b in zip(pages, key_pages(here, 80), strict=True):
+    for a, b in zip(pages, here.layout(key_pages, 80), strict=True):
         for field in ("copied_X", "first_row_CP", "cu_queries_C1", "key_length_C"):
             assert torch.equal(getattr(a, field).cpu(), getattr(b, field))

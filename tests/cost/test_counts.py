@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harts.blocks import BlockTree
+from harts.blocks import Blocks
 from harts.cost import Coefficients, Counts, count, count_trained_rows
 from harts.flops import flop_limit, flops, forward_flops, model_identity
 from harts.testing.trees import AWKWARD, random_trajectories
@@ -26,7 +26,7 @@ EXPERTS = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_pe
 
 
 def counted_one_by_one(tree: PrefixTree) -> Counts:
-    blocks = BlockTree.build(tree)
+    blocks = Blocks.of_tree(tree)
     heads = {
         (int(rows[position - 1]), trajectory.temperature)
         for index, trajectory in enumerate(tree.trajectories)
@@ -38,9 +38,9 @@ def counted_one_by_one(tree: PrefixTree) -> Counts:
         pairs=sum(int(depth) + 1 for depth in tree.depth_T),
         linear_rows=tree.num_rows + blocks.replayed_rows,
         trained_rows=len(heads),
-        chains=blocks.num_chains,
-        rounds=blocks.num_rounds,
-        gathered_keys=blocks.gathered_keys,
+        chains=blocks.chains.num_chains,
+        rounds=blocks.nesting,
+        gathered_keys=int(blocks.chains.length_C.sum()),
         microbatches=1,
     )
 

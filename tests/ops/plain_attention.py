@@ -111,7 +111,7 @@ def share_much(patch: pytest.MonkeyPatch, query_cost: float = 0.0) -> None:
 
 def check_what_lies_behind(packed: PackedTree, inputs: list[Tensor], op: Callable[..., Tensor]) -> None:
     q, k, v = inputs
-    first = int(packed.blocks.length_C[0])
+    first = int(packed.chains.length_C[0])
     assert first < packed.num_rows
     before = op(q, k, v)[:first]
     k[first:], v[first:] = 1e6, -1e6

@@ -37,23 +37,23 @@ def test_backward_covers_every_visible_pair_once(
     for call, queries in zip(calls, used, strict=True):
         assert len(queries.unique()) == sum(call.query_lengths)  # no query twice in a call
         assert sum(call.query_lengths) <= call.num_queries <= (1 + gaps) * sum(call.query_lengths)
-    planned = rows[plan.queries] if isinstance(plan.queries, slice) else plan.queries
+    planned = rows if plan.queries is None else plan.queries.index_K
     assert len(planned) == sum(call.num_queries for call in calls)
     assert torch.equal(planned[planned < packed.num_rows], torch.cat(used))
     queries = sum(sum(call.query_lengths) for call in calls)
     for stage in plan.stages:
         keys = sum(sum(call.key_lengths) for call in stage.calls)
-        assert len(rows[stage.keys]) == keys
+        assert (packed.num_rows if stage.keys is None else len(stage.keys)) == keys
         assert len(stage.calls) == 1 or keys <= key_cap + 2 * packed.num_rows
     if query_cost == 1e9:
         assert queries == packed.num_rows
-        assert sum(sum(call.key_lengths) for call in calls) == packed.blocks.gathered_keys
+        assert sum(sum(call.key_lengths) for call in calls) == int(packed.chains.length_C.sum())
 
 
 def test_keys_of_several_calls_are_added_up_at_once_where_they_are_few() -> None:
     """Up to twice the rows beyond what one call may have; then call by call."""
     packed = pack(PrefixTree.build(AWKWARD["comb"]), key_cap=1)
-    keys, rows = packed.blocks.gathered_keys, packed.num_rows
+    keys, rows = int(packed.chains.length_C.sum()), packed.num_rows
     assert keys > 2 * rows + 1
     for key_cap, at_once in ((keys - 2 * rows, True), (keys - 2 * rows - 1, False)):
         plan = plan_backward(dataclasses.replace(packed, key_cap=key_cap))

@@ -89,10 +89,10 @@ def test_a_forward_that_is_recomputed_can_keep_its_outputs() -> None:
 def test_law_fails_when_a_chain_sees_another_path(page_rows: int | None) -> None:
     packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
     if page_rows is None:
-        (call,) = forward_calls(packed)
+        (call,) = packed.layout(forward_calls)
         call.keys[-1 - call.query_lengths[-1]] = 0
     else:
-        (pages,) = key_pages(packed, page_rows)
+        (pages,) = packed.layout(key_pages, page_rows)
         pages.first_row_CP[-1, 1] += 1
     with pytest.raises(AssertionError, match="error"):
         check_paths(packed, page_rows, truth=pack(packed.tree, device=DEVICE))

@@ -14,6 +14,8 @@ from harts.ops.attention.branches import plan_backward
 from harts.ops.attention.calls import forward_calls, take
 from harts.ops.attention.pages import key_pages
 from harts.ops.attention.paths import attend_paths
+from harts.ops.causal_conv1d.layout import conv_layout
+from harts.ops.rows import RowIndex
 from harts.testing.trees import AWKWARD, to_trajectories, tree_strategy
 from harts.tree import PrefixTree
 
@@ -41,7 +43,7 @@ def check_pages(packed: PackedTree, page_rows: int) -> None:
     """The pages of a chain are its path, as `forward_calls` gathers it, and each chain copies one page at most."""
     rows = torch.arange(packed.num_rows)
     paths = iter(
-        torch.cat([take(rows, call.keys) for call in forward_calls(packed)]).split(packed.blocks.length_C.tolist())
+        torch.cat([take(rows, call.keys) for call in forward_calls(packed)]).split(packed.chains.length_C.tolist())
     )
     parts = key_pages(packed, page_rows)
     assert [part.queries.start for part in parts[1:]] == [part.queries.stop for part in parts[:-1]]
@@ -52,10 +54,10 @@ def check_pages(packed: PackedTree, page_rows: int) -> None:
             assert torch.equal(paged[first_row[:used]].flatten()[:length].long(), next(paths))
             assert not first_row[used:].any()
         own = max(packed.key_cap, page_rows)  # a part's own tiles; and those of chains above its first one
-        assert len(part.copied_X) <= own + int(packed.blocks.length_C.max()) + page_rows
+        assert len(part.copied_X) <= own + int(packed.chains.length_C.max()) + page_rows
     assert next(paths, None) is None
     copied = sum(len(part.copied_X) for part in parts)
-    assert len(parts) > 1 or copied <= page_rows * int((packed.blocks.parent_C >= 0).sum())
+    assert len(parts) > 1 or copied <= page_rows * int((packed.chains.parent_C >= 0).sum())
     assert page_rows > 1 or copied == 0
 
 
@@ -75,9 +77,11 @@ def test_a_layout_first_used_without_gradients_is_trained_later() -> None:
     with torch.inference_mode():
         packed = pack(PrefixTree.build(AWKWARD["star"]), device=DEVICE)
         attention(*inputs_of(packed), packed, scale=0.3)
-        (call,), (pages,) = forward_calls(packed), key_pages(packed, 16)
-        plan = plan_backward(packed, gaps=True)
-        made = [packed.row_of_N, packed.loss_mask_N, packed.ancestor_3T, packed.to(DEVICE).head_row_U, call.keys]
+        (call,), (pages,) = packed.layout(forward_calls), packed.layout(key_pages, 16)
+        plan = packed.layout(plan_backward, True)
+        conv = packed.layout(conv_layout, 4)
+        made = [packed.row_of_N, packed.loss_mask_N, conv.ancestor_WT, packed.to(DEVICE).head_row_U, call.keys]
+        made += [conv.across.row_P, RowIndex(packed.target_of_N, len(packed.token_M)).groups.order_K]
         made += [call.cu_keys_C1, pages.copied_X, pages.first_row_CP, plan.stages[0].calls[0].cu_keys_C1]
     assert not any(tensor.is_inference() for tensor in made)
     check_paths(packed, 16)

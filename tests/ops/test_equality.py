@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from law import law_errors, magnitude, relative
 from torch import Tensor
 
+from harts.blocks import BLOCK, Blocks
 from harts.layout import PackedTree, pack
 from harts.ops import attention, causal_conv1d, gated_delta_rule, row_logprobs
 from harts.ops.attention.calls import forward_calls
+from harts.ops.causal_conv1d.layout import ConvLayout, conv_layout
+from harts.ops.chains import levels
 from harts.testing.linear import linear_causal_attention, linear_causal_conv1d, linear_gated_delta_rule
 from harts.testing.trees import AWKWARD, tree_strategy
 from harts.trajectory import Trajectory
@@ -126,36 +129,61 @@ def branching() -> PackedTree:
     return pack(PrefixTree.build(AWKWARD["branches at 63/64/65 inside branches"]))
 
 
-def break_linear(packed: PackedTree, **changes: object) -> PackedTree:
-    return dataclasses.replace(packed, linear=dataclasses.replace(packed.linear, **changes))  # type: ignore[arg-type]
+def other_parent(packed: PackedTree) -> PackedTree:
+    """The same rows, but one chain continues another path: its parent is a row of the same depth elsewhere."""
+    chains, tree = packed.chains, packed.tree
+    for chain in range(chains.num_chains - 1, 0, -1):
+        parent = int(chains.parent_row_C[chain])
+        others = np.flatnonzero(tree.depth_T[: chains.start_C1[chain]] == tree.depth_T[parent])
+        others = others[others != parent]
+        if parent >= 0 and len(others):
+            parent_row_C = chains.parent_row_C.copy()
+            parent_row_C[chain] = others[0]
+            return dataclasses.replace(packed, chains=dataclasses.replace(chains, parent_row_C=parent_row_C))
+    raise AssertionError("the tree has no two rows of one depth")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_law_fails_when_a_branch_has_the_wrong_parent(op: str) -> None:
+    packed = branching()
+    assert max(OPS[op](packed, other_parent(packed)).values()) > 1e-6
+
+
+def broken_levels(packed: PackedTree, **changes: Tensor) -> PackedTree:
+    broken = dataclasses.replace(packed)
+    broken._layouts[levels, BLOCK, ()] = dataclasses.replace(packed.layout(levels, BLOCK, ()), **changes)
+    return broken
 
 
 def test_law_fails_without_the_right_initial_state() -> None:
     packed = branching()
-    broken = break_linear(packed, parent_E=torch.zeros_like(packed.linear.parent_E))
+    broken = broken_levels(packed, parent_E=torch.zeros_like(packed.layout(levels, BLOCK, ()).parent_E))
     assert max(delta_rule_errors(packed, broken).values()) > 1e-4
 
 
 def test_law_fails_without_replayed_rows() -> None:
     packed = branching()
-    flat = packed.linear.row_E64.flatten()
+    layout = packed.layout(levels, BLOCK, ())
+    flat = layout.row_EK.flatten()
     owned = torch.zeros_like(flat, dtype=torch.bool)
-    owned[packed.linear.slot_T] = True
-    rows = torch.where(owned, flat, packed.num_rows).view_as(packed.linear.row_E64)
-    assert packed.blocks.replayed_rows > 0
-    assert max(delta_rule_errors(packed, break_linear(packed, row_E64=rows)).values()) > 1e-4
+    owned[layout.slot_T] = True
+    rows = torch.where(owned, flat, packed.num_rows).view_as(layout.row_EK)
+    assert Blocks.of(packed.chains).replayed_rows > 0
+    assert max(delta_rule_errors(packed, broken_levels(packed, row_EK=rows)).values()) > 1e-4
 
 
 def test_law_fails_with_row_order_for_ancestors() -> None:
     packed = branching()
     rows = torch.arange(packed.num_rows)
     before = torch.stack([torch.where(rows >= n, rows - n, packed.num_rows) for n in (1, 2, 3)])
-    assert max(conv_errors(packed, dataclasses.replace(packed, ancestor_3T=before)).values()) > 1e-4
+    broken = dataclasses.replace(packed)
+    broken._layouts[conv_layout, 4] = ConvLayout(before, 0)
+    assert max(conv_errors(packed, broken).values()) > 1e-4
 
 
 def test_law_fails_when_a_chain_sees_another_path() -> None:
     packed, broken = branching(), branching()
-    (call,) = forward_calls(broken)
+    (call,) = broken.layout(forward_calls)
     assert isinstance(call.keys, Tensor)
     call.keys[-1 - call.query_lengths[-1]] = 0
     assert max(attention_errors(packed, broken).values()) > 1e-6

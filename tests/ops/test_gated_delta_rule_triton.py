@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from kernel_law import DEVICE, assert_kernel_law, draw, run
 from torch import Tensor
 
-from harts.blocks import BlockTree
+from harts.blocks import BLOCK, Blocks
 from harts.layout import PackedTree, pack
 from harts.ops import gated_delta_rule
+from harts.ops.chains import Schedule, backward_order, forward_order, schedule
 from harts.ops.gated_delta_rule import triton as ours
 from harts.ops.gated_delta_rule.blockwise import tile_offset
-from harts.ops.gated_delta_rule.schedule import Schedule, backward_order, forward_order, get_schedule
 from harts.testing.trees import AWKWARD, random_trajectories, tree_strategy
 from harts.testing.workloads import workload
 from harts.trajectory import Trajectory
@@ -60,7 +60,7 @@ def pack_tree(trajectories: list[Trajectory], share: str = "tree") -> PackedTree
 
 
 def small() -> list[Trajectory]:
-    """Branches on branches, at blocks' ends and inside them, in 210 rows; three rounds."""
+    """Branches on branches, at blocks' ends and inside them, in 210 rows; chains nest three deep."""
     rng = np.random.default_rng(0)
     stem, branch = rng.integers(10, 40, 64), rng.integers(10, 40, 63)
     rows = [[*stem, first, *branch, second, 7, 8] for first in (1, 2) for second in (3, 4)]
@@ -99,8 +99,9 @@ def test_random_trees(seed: int) -> None:
 @interpreter
 def test_three_value_heads_a_key_head_and_values_of_another_size() -> None:
     packed = pack_tree([small()[index] for index in (0, 1, 5)])
-    assert packed.blocks.num_rounds == 2
-    assert packed.blocks.replayed_rows > 0
+    blocks = Blocks.of(packed.chains)
+    assert blocks.nesting == 2
+    assert blocks.replayed_rows > 0
     q, k, _, g, beta = make_inputs(packed.num_rows, heads=2, groups=6)
     v = draw(packed.num_rows, 6, 2 * SIZE, seed=7)
     assert_kernel_law(on_tree(packed), on_tree(packed, "reference"), [q, k, v, g, beta])
@@ -109,11 +110,11 @@ def test_three_value_heads_a_key_head_and_values_of_another_size() -> None:
 @interpreter
 def test_recomputation_and_another_run_give_the_same_bits() -> None:
     packed = pack_tree(small())
-    assert packed.blocks.num_rounds == 3
+    assert Blocks.of(packed.chains).nesting == 3
     inputs = make_inputs(packed.num_rows)
 
     def op(**options: bool):
-        return run(lambda *x: ours.gated_delta_rule_triton(*x, packed, **options), inputs, torch.float32)
+        return run(lambda *x: ours.gated_delta_rule_triton(*x, packed, **options)[0], inputs, torch.float32)
 
     first = op()
     for other in (op(), op(recompute=True)):
@@ -148,15 +149,14 @@ def test_rows_of_wider_tensors() -> None:
         lambda s: {"source_C": torch.full_like(s.source_C, -1)},
         lambda s: {"source_C": torch.where(s.source_C > 0, s.source_C - 1, s.source_C)},
         lambda s: {"row_S": s.own_row_S},
-        lambda s: {"row_R": s.row_R[:-1], "copies_R1": s.copies_R1[:-1]},
+        lambda s: {"row_D": s.row_D[:-1], "copies_D1": s.copies_D1[:-1]},
     ],
     ids=["no initial state", "another's state", "no replay", "a copy forgotten"],
 )
-def test_law_fails_when_broken(broken, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_fails_when_broken(broken) -> None:
     packed = pack_tree(small())
-    schedule = get_schedule(packed)
-    wrong = dataclasses.replace(schedule, **broken(schedule))
-    monkeypatch.setitem(packed.__dict__["_gated_delta_rule_schedule"], packed.device, wrong)
+    right = packed.layout(schedule, BLOCK, ())
+    packed._layouts[schedule, BLOCK, ()] = dataclasses.replace(right, **broken(right))
     with pytest.raises(AssertionError, match="error"):
         check(packed)
 
@@ -168,31 +168,31 @@ def test_law_fails_when_broken(broken, monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=60, deadline=None)
 def test_schedule(tree: PrefixTree) -> None:
     packed = pack(tree)
-    blocks, schedule = packed.blocks, get_schedule(packed)
-    own_S, row_S, target_S = (x.numpy() for x in (schedule.own_row_S, schedule.row_S, schedule.target_S))
+    blocks, slots = Blocks.of(packed.chains), schedule(packed, BLOCK)
+    own_S, row_S, target_S = (x.numpy() for x in (slots.own_row_S, slots.row_S, slots.target_S))
     assert sorted(own_S[own_S >= 0].tolist()) == list(range(tree.num_rows))
     assert (row_S[own_S >= 0] == own_S[own_S >= 0]).all()
     assert (row_S >= 0).sum() == tree.num_rows + blocks.replayed_rows
     assert ((target_S >= 0) == (row_S >= 0)).all()
     targets = target_S[target_S >= 0]
     assert len(set(targets.tolist())) == len(targets)
-    assert targets.max() < tree.num_rows + schedule.num_copies
-    check_copies(schedule, tree.num_rows)
-    for chain in range(blocks.num_chains):
-        boundary = int(schedule.source_C[chain])
+    assert targets.max() < tree.num_rows + slots.num_copies
+    check_copies(slots, tree.num_rows)
+    for chain in range(packed.chains.num_chains):
+        boundary = int(slots.source_C[chain])
         if boundary >= 0:
-            assert int(schedule.boundary_E[int(blocks.source_block_C[chain])]) == boundary
-            begin, end = schedule.children_J1[boundary : boundary + 2].tolist()
-            assert chain in schedule.child_L[begin:end].tolist()
+            assert int(slots.boundary_E[int(blocks.source_block_C[chain])]) == boundary
+            begin, end = slots.children_J1[boundary : boundary + 2].tolist()
+            assert chain in slots.child_L[begin:end].tolist()
         else:
             assert blocks.source_block_C[chain] == -1
 
 
-def check_copies(schedule: Schedule, num_rows: int) -> None:
+def check_copies(slots: Schedule, num_rows: int) -> None:
     """Every row is its only slot's target, or the sum of its slots' targets."""
-    row_of_target = {int(t): int(r) for t, r in zip(schedule.target_S, schedule.row_S, strict=True) if t >= 0}
-    starts = schedule.copies_R1.tolist()
-    for row, begin, end in zip(schedule.row_R.tolist(), starts[:-1], starts[1:], strict=True):
+    row_of_target = {int(t): int(r) for t, r in zip(slots.target_S, slots.row_S, strict=True) if t >= 0}
+    starts = slots.copies_D1.tolist()
+    for row, begin, end in zip(slots.row_D.tolist(), starts[:-1], starts[1:], strict=True):
         assert end - begin > 1
         assert {row_of_target.pop(num_rows + copy) for copy in range(begin, end)} == {row}
     assert all(target == row for target, row in row_of_target.items())
@@ -201,11 +201,11 @@ def check_copies(schedule: Schedule, num_rows: int) -> None:
 @given(tree=tree_strategy())
 @settings(max_examples=60, deadline=None)
 def test_a_program_waits_for_earlier_tickets_only(tree: PrefixTree) -> None:
-    blocks = BlockTree.build(tree)
+    blocks = Blocks.of_tree(tree)
     for lanes in (1, 3):
         order = forward_order(blocks, lanes)
         place = np.argsort(order)
-        assert sorted(order.tolist()) == list(range(blocks.num_chains))
+        assert sorted(order.tolist()) == list(range(blocks.chains.num_chains))
         assert all(place[source] < place[c] for c, source in enumerate(blocks.source_C) if source >= 0)
     place = np.argsort(backward_order(blocks))
     assert all(place[source] > place[c] for c, source in enumerate(blocks.source_C) if source >= 0)
@@ -324,7 +324,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     rows = [np.random.default_rng(seed).integers(0, 9, 2048) for seed in range(140)]
     trajectories = [Trajectory(token_ids=row, loss_mask=np.arange(2048) > 0) for row in rows]
     packed, alone = pack_tree(trajectories, share="none"), pack_tree(trajectories[-1:])
-    assert packed.blocks.num_blocks * 32 * 128 * 128 > 2**31
+    assert Blocks.of(packed.chains).num_blocks * 32 * 128 * 128 > 2**31
     last = slice(packed.num_rows - 2048, None)
     inputs = [x.bfloat16() if x.dim() == 3 else x for x in make_inputs(packed.num_rows, 16, 32, 128)]
     leaves = [x.requires_grad_() for x in inputs]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_law import DEVICE, assert_kernel_law, assert_same_bits, draw
 
-from harts.ops.rows import gather_rows, group_rows, segment_sum
+from harts.ops.rows import RowIndex, gather_rows, group_rows, segment_sum
 
 IMPLS = ["torch", "triton"]
 
@@ -18,7 +18,7 @@ def index_of(length: int, rows: int, seed: int) -> torch.Tensor:
 def test_gather_equals_index_select(rows: int, length: int, shape: tuple[int, ...], impl: str) -> None:
     index = index_of(length, rows, seed=rows)
     assert_kernel_law(
-        lambda x: gather_rows(x, index, impl=impl), lambda x: x.index_select(0, index), [draw(rows, *shape, seed=1)]
+        lambda x: gather_rows(x, RowIndex(index, rows), impl=impl), lambda x: x.index_select(0, index), [draw(rows, *shape, seed=1)]
     )
 
 
@@ -26,7 +26,7 @@ def test_gather_equals_index_select(rows: int, length: int, shape: tuple[int, ..
 def test_missing_rows_read_zeros_and_receive_nothing(impl: str) -> None:
     index = torch.tensor([2, 3, 0, 3, 2], device=DEVICE)
     x = draw(3, 4, seed=1).requires_grad_()
-    out = gather_rows(x, index, missing=True, impl=impl)
+    out = gather_rows(x, RowIndex(index, 3), missing=True, impl=impl)
     assert torch.equal(out[[1, 3]], torch.zeros(2, 4, device=DEVICE))
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert grad[:, 0].tolist() == [1, 0, 2]
@@ -48,25 +48,26 @@ def test_entries_add_in_their_order() -> None:
         assert segment_sum(values, group_rows(index, 2), impl=impl).tolist() == [1.0, 0.0]
 
 
-def test_groups_are_sorted_once_and_follow_the_index() -> None:
-    index = index_of(20, 5, seed=1)
-    groups = group_rows(index, 5)
-    assert group_rows(index, 5) is groups
-    assert group_rows(index, 6) is not groups
-    index[0] = (index[0] + 1) % 5
-    assert not torch.equal(group_rows(index, 5).order_K, groups.order_K)
+def test_groups_are_sorted_once() -> None:
+    index = RowIndex(index_of(20, 5, seed=1), 5)
+    assert index.groups is index.groups
+    assert index.groups.num_rows == 5
+    assert torch.equal(index.groups.order_K, group_rows(index.index_K, 5).order_K)
 
 
 def test_equal_runs_give_equal_bits() -> None:
-    index = index_of(500, 11, seed=2)
+    index = RowIndex(index_of(500, 11, seed=2), 11)
     assert_same_bits(lambda x: gather_rows(x, index, impl="triton"), [draw(11, 33, seed=1)], torch.bfloat16)
 
 
 def test_bad_input_is_refused() -> None:
     x = draw(3, 2, seed=1)
-    with pytest.raises(ValueError, match="int64 vector"):
-        gather_rows(x, torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    rows = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="int64 index"):
+        gather_rows(x, RowIndex(rows.int(), 3))
+    with pytest.raises(ValueError, match="into 3 rows"):
+        gather_rows(x, RowIndex(rows, 4))
     with pytest.raises(ValueError, match="expected one of 'torch', 'triton'"):
-        gather_rows(x, torch.zeros(2, dtype=torch.int64, device=DEVICE), impl="cuda")
+        gather_rows(x, RowIndex(rows, 3), impl="cuda")
     with pytest.raises(ValueError, match="expected 2 values"):
         segment_sum(x, group_rows(torch.zeros(2, dtype=torch.int64, device=DEVICE), 3))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from harts.blocks import BLOCK, BlockTree
+from harts.blocks import BLOCK, Blocks
 from harts.cost import count_rounds
 from harts.plan.leaves import Leaves
 from harts.testing.trees import AWKWARD, random_trajectories
@@ -20,13 +20,13 @@ def test_counts_of_any_subset_follow_from_leaves() -> None:
             built = PrefixTree.build(
                 [one for one, leaf in zip(batch, leaves.leaf_of_B, strict=True) if part_L[leaf] == part]
             )
-            blocks = BlockTree.build(built)
+            blocks = Blocks.of_tree(built)
             inside = part_L[leaf_L] == part
             length, shared = leaves.length_L[leaf_L[inside]], shared_L[inside]
             assert (length - shared).sum() == built.num_rows
             assert (length - shared // BLOCK * BLOCK).sum() == built.num_rows + blocks.replayed_rows
-            assert length.sum() == blocks.gathered_keys
-            assert count_rounds(shared.tolist()) == blocks.num_rounds
+            assert length.sum() == int(blocks.chains.length_C.sum())
+            assert count_rounds(shared.tolist()) == blocks.nesting
 
 
 def test_branches_hold_every_row_once() -> None:
