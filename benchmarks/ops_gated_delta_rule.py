@@ -27,10 +27,9 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
-from harts.blocks import BLOCK
+from harts.blocks import BLOCK, Blocks
 from harts.layout import PackedTree, pack
 from harts.ops.gated_delta_rule.triton import (
-    Blocks,
     gated_delta_rule_triton,
     make_launch_plan,
     run_blocks,
@@ -146,17 +145,17 @@ def time_both(forward: Callable[[], Tensor], inputs: list[Tensor]) -> dict[str, 
 def time_recurrences() -> Iterator[dict[str, Any]]:
     for name, sizes in RECURRENCES.items():
         packed = pack(PrefixTree.build(workload(name, **sizes)), device="cuda")
-        longest = packed.blocks.longest_path * BLOCK
-        rows = packed.blocks.num_blocks * BLOCK
+        cut = Blocks.of(packed.chains)
+        longest, rows = cut.longest_path * BLOCK, cut.num_blocks * BLOCK
         path = time_recurrence(pack_rows([longest]))
         even = time_recurrence(pack_rows([rows // 64] * 64))
         ours = time_recurrence(packed)
         bounds = {key: max(path[key], even[key]) for key in ours}
         yield {
             "case": name,
-            "chains": packed.blocks.num_chains,
-            "blocks": packed.blocks.num_blocks,
-            "longest_path_blocks": packed.blocks.longest_path,
+            "chains": packed.chains.num_chains,
+            "blocks": cut.num_blocks,
+            "longest_path_blocks": cut.longest_path,
             **ours,
             **{f"longest_path_{key}": value for key, value in path.items()},
             **{f"equal_sequences_{key}": value for key, value in even.items()},
@@ -177,7 +176,7 @@ def pack_rows(lengths: Iterable[int]) -> PackedTree:
 def time_recurrence(packed: PackedTree) -> dict[str, float]:
     q, k, v, g, beta = make_inputs(packed.num_rows)
     plan = make_launch_plan(q, v, packed)
-    blocks: Blocks = run_blocks(q, k, v, g, beta, plan)
+    blocks, _ = run_blocks(q, k, v, g, beta, None, plan)
     u, do, local = (torch.randn_like(blocks.written) for _ in range(3))
     forward_ms = median_ms(lambda: run_states(blocks.k_unit, blocks.w, u, blocks.gamma, plan))
     backward_ms = median_ms(lambda: run_state_gradients(blocks, do, local, plan))
@@ -194,7 +193,7 @@ def time_kernels() -> Iterator[dict[str, Any]]:
     runs = 5
 
     def run() -> None:
-        torch.autograd.grad(gated_delta_rule_triton(*inputs, packed), inputs, do)
+        torch.autograd.grad(gated_delta_rule_triton(*inputs, packed)[0], inputs, do)
 
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

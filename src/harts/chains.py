@@ -2,8 +2,8 @@
 
 Rows are numbered depth first, and at each branch that child comes first which continues the chain. Which one continues
 is decided among *blocks*, chunks of 64 consecutive depths of a path, so that a recurrence over chunks nests as little
-as it can. A run of rows in this order is a *piece* of the tree. Whatever its rows have above them outside the piece lies
-on one path, that of its first row; these rows are numbered by depth, in front of the piece's own.
+as it can. A run of rows in this order is a *piece* of the tree. Whatever its rows have above them outside the piece
+lies on one path, that of its first row; these rows are numbered by depth, in front of the piece's own.
 
 Shape suffixes: T rows, D rows outside (above the piece), C chains, S segments, E blocks; a suffix 1 is one more entry.
 """

@@ -253,7 +253,8 @@ def _targets(tree: PrefixTree) -> tuple[Ints, NDArray[np.float64], Ints, Ints, N
     head_U, head_of_M = _distinct(tree.parent_T[row_M] * num_kinds + kind_M, tree.num_rows * num_kinds)
     target_of_N = np.full(tree.num_tokens, len(target_M), np.int32)  # many: half the bytes on their way
     target_of_N[trained_N] = target_of_trained
-    return head_U // num_kinds, temperatures[head_U % num_kinds], head_of_M, tree.token_ids_T[row_M], target_of_N
+    token_M = tree.token_ids_T[row_M].astype(np.int64)
+    return head_U // num_kinds, temperatures[head_U % num_kinds], head_of_M, token_M, target_of_N
 
 
 def _distinct(values_X: Ints, below: int) -> tuple[Ints, Ints]:

@@ -241,8 +241,8 @@ def test_check_fails_where_the_initial_state_is_wrong(monkeypatch: pytest.Monkey
     recur = reference._recur
 
     def from_zero(u: Any, w: Any, *rest: Any) -> Any:
-        states, _ = recur(u, w, *rest)
-        return states.new_zeros(states.shape), u
+        states, *_ = recur(u, w, *rest)
+        return states.new_zeros(states.shape), states, u
 
     monkeypatch.setattr(reference, "_recur", from_zero)
     document = run("check", *SMALL, code=1)

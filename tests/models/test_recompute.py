@@ -51,7 +51,7 @@ def once(forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, .
     return Once.apply(current_phase(), forward, backward, *inputs)
 
 
-def plain_attention(q, k, v, packed: PackedTree, scale: float, deterministic: bool) -> Tensor:
+def plain_attention(q, k, v, packed: PackedTree, scale: float, deterministic: bool, context: None) -> Tensor:
     """The reference's attention as such a function."""
 
     def forward(*x: Tensor) -> Tensor:

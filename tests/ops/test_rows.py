@@ -18,7 +18,9 @@ def index_of(length: int, rows: int, seed: int) -> torch.Tensor:
 def test_gather_equals_index_select(rows: int, length: int, shape: tuple[int, ...], impl: str) -> None:
     index = index_of(length, rows, seed=rows)
     assert_kernel_law(
-        lambda x: gather_rows(x, RowIndex(index, rows), impl=impl), lambda x: x.index_select(0, index), [draw(rows, *shape, seed=1)]
+        lambda x: gather_rows(x, RowIndex(index, rows), impl=impl),
+        lambda x: x.index_select(0, index),
+        [draw(rows, *shape, seed=1)],
     )
 
 

@@ -1,4 +1,4 @@
-"""How an op picks its implementation: by name, and never another one than was named; and checks what comes from outside."""
+"""How an op picks its implementation: by name, and never another one than was named."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar

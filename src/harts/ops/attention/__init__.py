@@ -56,9 +56,7 @@ def attention(
     check_context("attention", outside, packed.num_outside)
     if heads % groups:
         raise ValueError(f"attention: expected query heads to be a multiple of key heads, came {heads} and {groups}")
-    return choose("attention", impl, _IMPLEMENTATIONS)(
-        q_THD, k_TGD, v_TGV, packed, scale, deterministic, context
-    )
+    return choose("attention", impl, _IMPLEMENTATIONS)(q_THD, k_TGD, v_TGV, packed, scale, deterministic, context)
 
 
 def default_impl() -> str:
@@ -75,13 +73,25 @@ _Context = tuple[Tensor, Tensor] | None
 
 
 def _reference(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, deterministic: bool, context: _Context
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    packed: PackedTree,
+    scale: float,
+    deterministic: bool,
+    context: _Context,
 ) -> Tensor:
     return attention_reference(q_THD, k_TGD, v_TGV, packed, scale, context)
 
 
 def _varlen(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, deterministic: bool, context: _Context
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    packed: PackedTree,
+    scale: float,
+    deterministic: bool,
+    context: _Context,
 ) -> Tensor:
     from harts.ops.attention.paths import attend_paths
     from harts.ops.attention.varlen import TorchVarlen
@@ -90,7 +100,13 @@ def _varlen(
 
 
 def _fa4(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, scale: float, deterministic: bool, context: _Context
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    packed: PackedTree,
+    scale: float,
+    deterministic: bool,
+    context: _Context,
 ) -> Tensor:
     from harts.ops.attention.fa4 import FlashAttention4
     from harts.ops.attention.paths import attend_paths

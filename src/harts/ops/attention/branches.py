@@ -162,9 +162,7 @@ def _sequences(chains: Chains, query_cost: float) -> tuple[list[Seen], dict[int,
         return rows[0] - outside, rows[1] - outside
 
     paths = [(queries(own), [*above, own]) for own, above in zip(own_C, above_C, strict=True) if own[0] >= outside]
-    return paths, {
-        level: [(queries(rows), keys) for rows, keys in sequences] for level, sequences in shared.items()
-    }
+    return paths, {level: [(queries(rows), keys) for rows, keys in sequences] for level, sequences in shared.items()}
 
 
 def _share(

@@ -17,7 +17,18 @@ from harts.chains import Chains
 from harts.layout import PackedTree
 from harts.transfer import send, to_int32
 
-__all__ = ["Call", "Range", "Rows", "Seen", "capped_calls", "chain_paths", "cumulative", "forward_calls", "joined", "take"]
+__all__ = [
+    "Call",
+    "Range",
+    "Rows",
+    "Seen",
+    "capped_calls",
+    "chain_paths",
+    "cumulative",
+    "forward_calls",
+    "joined",
+    "take",
+]
 
 Rows = slice | Tensor
 """Rows of a call: a range, or int64 indices."""

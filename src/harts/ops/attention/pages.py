@@ -5,8 +5,8 @@ they lie, at whatever row it starts: pages overlap, one starts at every row. A t
 to another is copied behind the rows of the tree; chains below read the same copy. Each chain has at most one such tile
 of its own. A tile has the same rows in the same places as in a batch of separate rows, so results have the same bits.
 
-Shape suffixes: T rows (here those outside too, in front), C chains, P pages of the longest path, X copied rows, N pages, R rows of a page, G heads, D head
-size.
+Shape suffixes: T rows (with those outside in front), C chains, P pages of the longest path, X copied rows, N pages, R
+rows of a page, G heads, D head size.
 """
 
 from dataclasses import dataclass

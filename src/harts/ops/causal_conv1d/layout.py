@@ -66,7 +66,9 @@ class ConvLayout:
 
     def _readers(self, rows_X: Tensor) -> Readers:
         with torch.inference_mode(False):
-            listed = torch.zeros(self.ancestor_WT.shape[1] + self.num_outside + 1, dtype=torch.bool, device=rows_X.device)
+            listed = torch.zeros(
+                self.ancestor_WT.shape[1] + self.num_outside + 1, dtype=torch.bool, device=rows_X.device
+            )
             listed[rows_X] = True
             row_P = listed.nonzero().squeeze(1)
             above_Q, reader_Q = listed[self.ancestor_WT].nonzero().unbind(1)

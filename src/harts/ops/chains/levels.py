@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from harts.layout import PackedTree
-from harts.ops.chains.schedule import local_rows, blocks_of, wanted_blocks
+from harts.ops.chains.schedule import blocks_of, local_rows, wanted_blocks
 from harts.transfer import to_int64
 
 __all__ = ["Levels", "levels"]

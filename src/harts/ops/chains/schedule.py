@@ -115,7 +115,7 @@ def outside_reads(packed: PackedTree, chunk: int) -> OutsideReads:
 
 
 def _replayed_outside(blocks: Blocks) -> Ints:
-    """Rows outside, numbered as in `harts.chains`, that are replayed: from the top of a block to where a chain leaves."""
+    """Rows outside (see `harts.chains`) that are replayed: from the top of a block to where a chain leaves."""
     chains = blocks.chains
     if not chains.outside:
         return np.zeros(0, np.int64)

@@ -90,8 +90,7 @@ def _recur(
     if states_OGVK is not None:
         end_NGKV = torch.cat([end_NGKV, states_OGVK.mT])
     by_level = (
-        torch.split(x, list(layout.level_sizes))
-        for x in (u_EGCV, w_EGCK, k_end_EGCK, end_decay_EG11, layout.parent_E)
+        torch.split(x, list(layout.level_sizes)) for x in (u_EGCV, w_EGCK, k_end_EGCK, end_decay_EG11, layout.parent_E)
     )
     for u, w, k_end, end_decay, parent_N in zip(*by_level, strict=True):
         start_NGKV = end_NGKV.index_select(0, parent_N)

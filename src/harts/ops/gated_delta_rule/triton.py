@@ -137,9 +137,7 @@ def gated_delta_rule_triton(
     return o_TGV, states_WGVK
 
 
-def make_launch_plan(
-    q_THK: Tensor, v_TGV: Tensor, packed: PackedTree, wanted: tuple[int, ...] = ()
-) -> LaunchPlan:
+def make_launch_plan(q_THK: Tensor, v_TGV: Tensor, packed: PackedTree, wanted: tuple[int, ...] = ()) -> LaunchPlan:
     """Sizes, slots and order of one call; see `gated_delta_rule_triton`."""
     rows, heads, key_size = q_THK.shape
     groups, value_size = v_TGV.shape[1:]
@@ -188,9 +186,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         q, k, v, g, beta, states_OGVK, *kept = ctx.saved_tensors
         with _device_of(q):
             blocks = Blocks(*kept) if kept else run_blocks(q, k, v, g, beta, states_OGVK, plan)[0]
-            *grads, dg, dbeta, handed = _run_gradients(
-                q, k, v, beta, do_TGV.contiguous(), dstates_WGVK, blocks, plan
-            )
+            *grads, dg, dbeta, handed = _run_gradients(q, k, v, beta, do_TGV.contiguous(), dstates_WGVK, blocks, plan)
         dstates = None if states_OGVK is None else handed.index_select(0, plan.schedule.first_child_O)
         return *grads, dg.to(g.dtype), dbeta.to(beta.dtype), dstates, None, None
 

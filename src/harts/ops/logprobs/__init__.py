@@ -68,7 +68,8 @@ def row_logprobs(
     if chunk_rows < 1:
         raise ValueError(f"row_logprobs: expected chunk_rows >= 1, came {chunk_rows}")
     run = choose("row_logprobs", impl, _IMPLEMENTATIONS)
-    if packed.tree.token_ids_T.max() >= len(weight_VD) and len(packed.token_M) and packed.token_M.max() >= len(weight_VD):
+    some_outside = len(packed.token_M) and packed.tree.token_ids_T.max() >= len(weight_VD)  # seldom: costs no wait
+    if some_outside and packed.token_M.max() >= len(weight_VD):
         raise ValueError(
             f"row_logprobs: expected targets below {len(weight_VD)}, the rows of weight, came "
             f"{int(packed.token_M.max())}; is the tree of another tokenizer?"
