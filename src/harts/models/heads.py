@@ -5,6 +5,7 @@ tokens.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from harts.models.seams import LogitShape, has_own_call
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
 from harts.ops.logprobs import top_tokens
-from harts.ops.rows import gather_rows
+from harts.ops.logprobs.indices import head_rows, heads_of_tokens, targets_of_tokens
+from harts.ops.rows import RowIndex, gather_rows
 
 __all__ = ["Parts", "check_top_k", "must_call", "run_head", "to_tokens"]
 
@@ -125,21 +127,20 @@ def _run_op(
 
 def to_tokens(parts: Parts, packed: PackedTree, router: RouterOutput | None) -> Scores:
     """One gather hands a row's value to every trajectory through it; its backward sums their gradients."""
-    target_of_N = packed.target_of_N
-    head_of_N, ids_UK = target_of_N, parts.top_ids_UK
-    if parts.hidden_UD is not None or ids_UK is not None:
-        head_of_N = torch.nn.functional.pad(packed.head_of_M, (0, 1), value=len(packed.head_row_U))[target_of_N]
+    ids_UK, ids_NK = parts.top_ids_UK, None
+    if ids_UK is not None:
+        ids_NK = torch.nn.functional.pad(ids_UK, (0, 0, 0, 1), value=-1)[packed.layout(heads_of_tokens).index_K]
 
-    def to_each(values: Tensor | None, index_N: Tensor) -> Tensor | None:
-        return None if values is None else gather_rows(values, index_N, missing=True)
+    def to_each(values: Tensor | None, index: Callable[[PackedTree], RowIndex]) -> Tensor | None:
+        return None if values is None else gather_rows(values, packed.layout(index), missing=True)
 
     return Scores(
-        logprobs_N=gather_rows(parts.logprobs_M, target_of_N, missing=True),
-        entropy_N=to_each(parts.entropy_M, target_of_N),
+        logprobs_N=gather_rows(parts.logprobs_M, packed.layout(targets_of_tokens), missing=True),
+        entropy_N=to_each(parts.entropy_M, targets_of_tokens),
         router=router,
-        hidden_N=to_each(parts.hidden_UD, head_of_N),
-        top_logprobs_NK=to_each(parts.top_logprobs_UK, head_of_N),
-        top_ids_NK=None if ids_UK is None else torch.nn.functional.pad(ids_UK, (0, 0, 0, 1), value=-1)[head_of_N],
+        hidden_N=to_each(parts.hidden_UD, heads_of_tokens),
+        top_logprobs_NK=to_each(parts.top_logprobs_UK, heads_of_tokens),
+        top_ids_NK=ids_NK,
     )
 
 
