@@ -18,6 +18,7 @@ ORDER = [
     {"cost"},
     {"layout", "flops", "plan", "explain"},
     {"ops"},
+    {"mixers"},
     {"models", "losses"},
     {"testing"},
     {"train"},

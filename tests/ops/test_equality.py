@@ -12,11 +12,11 @@ from torch import Tensor
 
 from harts.blocks import BLOCK, Blocks
 from harts.layout import PackedTree, pack
+from harts.mixers.linear import linear_causal_attention, linear_causal_conv1d, linear_gated_delta_rule
 from harts.ops import attention, causal_conv1d, gated_delta_rule, row_logprobs
 from harts.ops.attention.calls import forward_calls
 from harts.ops.causal_conv1d.layout import ConvLayout, conv_layout
 from harts.ops.chains import levels
-from harts.testing.linear import linear_causal_attention, linear_causal_conv1d, linear_gated_delta_rule
 from harts.testing.trees import AWKWARD, tree_strategy
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree

@@ -19,7 +19,7 @@ from harts.models.seams import LogitShape, has_own_call
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
 from harts.ops.logprobs import top_tokens
-from harts.ops.logprobs.indices import head_rows, heads_of_tokens, targets_of_tokens
+from harts.ops.logprobs.indices import head_rows, heads_of_targets, heads_of_tokens, targets_of_tokens
 from harts.ops.rows import RowIndex, gather_rows
 
 __all__ = ["Parts", "check_top_k", "must_call", "run_head", "to_tokens"]
@@ -56,13 +56,13 @@ def run_head(
     A head with hooks or a forward of its own is called, `kernels.chunk_rows` rows at a time. Else its weight is all
     there is to it, and `kernels.row_logprobs` runs.
     """
-    hidden_UD = gather_rows(hidden_TD, packed.head_row_U) if hidden else None
+    hidden_UD = gather_rows(hidden_TD, packed.layout(head_rows)) if hidden else None
     if must_call(head, shape):
-        given_UD = gather_rows(hidden_TD, packed.head_row_U) if hidden_UD is None else hidden_UD
+        given_UD = gather_rows(hidden_TD, packed.layout(head_rows)) if hidden_UD is None else hidden_UD
         logprobs_M, entropy_U, top_logprobs_UK, top_ids_UK = called_logprobs(
             head, given_UD, packed, shape, entropy=entropy, top_k=top_k, chunk_rows=kernels.chunk_rows
         )
-        entropy_M = None if entropy_U is None else gather_rows(entropy_U, packed.head_of_M)
+        entropy_M = None if entropy_U is None else gather_rows(entropy_U, packed.layout(heads_of_targets))
         return Parts(logprobs_M, entropy_M, hidden_UD, top_logprobs_UK, top_ids_UK)
     if shape.scaling != 1:
         packed = dataclasses.replace(packed, temperature_U=packed.temperature_U * shape.scaling)

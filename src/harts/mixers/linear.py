@@ -1,4 +1,4 @@
-"""The ops on one trajectory at a time, token by token from their definitions: what the laws compare with.
+"""Mixers on one trajectory at a time, token by token from their definitions: what the laws compare with.
 
 Slow and plain on purpose, and independent of the tree ops: no blocks, no chains, no gathers. Any device, any dtype.
 

@@ -1,0 +1,13 @@
+"""Token mixers: one file each, beside an op of `harts.ops`."""
+
+from harts.mixers.attention import Attention
+from harts.mixers.context import Context, Wanted
+from harts.mixers.gated_delta_rule import GatedDeltaRule
+from harts.mixers.protocol import Mixer
+from harts.mixers.short_conv import ShortConv
+from harts.mixers.store import Store
+
+__all__ = ["MIXERS", "Attention", "Context", "GatedDeltaRule", "Mixer", "ShortConv", "Store", "Wanted"]
+
+MIXERS: tuple[type[Mixer], ...] = (Attention, GatedDeltaRule, ShortConv)
+"""Every mixer; the laws of `tests/mixers` run over them."""
