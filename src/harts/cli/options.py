@@ -29,7 +29,7 @@ _DATA_HELP = (
 )
 
 RowsChoice = Literal["trajectory", "turn"]
-FormatChoice = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl"]
+FormatChoice = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl", "slime", "atropos"]
 ReasoningChoice = Literal["keep", "drop"]
 
 _READING = "Reading"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.formats import chat, chatml, harts, sglang, trl, verifiers, verl, vllm
+from harts.formats import atropos, chat, chatml, harts, sglang, slime, trl, verifiers, verl, vllm
 from harts.formats.files import Source, parts_of
 from harts.formats.places import STDIN
 from harts.formats.tokenizer import load_tokenizer
@@ -129,7 +129,7 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
 
 def _is_chat(part: Iterable[Any]) -> bool:
     first = next(iter(part))
-    others = (harts, vllm, sglang, verifiers, trl, verl)
+    others = (slime, harts, vllm, sglang, verifiers, trl, verl, atropos)
     return chat.matches(first) and not any(module.matches(first) for module in others)
 
 

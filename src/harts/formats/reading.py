@@ -5,7 +5,7 @@ from itertools import islice
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
-from harts.formats import chat, harts, sglang, trl, verifiers, verl, vllm
+from harts.formats import atropos, chat, harts, sglang, slime, trl, verifiers, verl, vllm
 from harts.formats.chat import Reasoning, Rows
 from harts.formats.checks import untrained
 from harts.formats.conversations import as_chat
@@ -17,17 +17,19 @@ from harts.trajectory import Trajectory
 
 __all__ = ["Format", "iter_trajectories", "read"]
 
-Format = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl"]
+Format = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl", "slime", "atropos"]
 
 # In this order: a row of tokens may have messages beside them, and vLLM's own fields are the most telling. verifiers'
 # rows have TRL's names, so they are told apart first.
 _MODULES = {
+    "slime": slime,  # before ours: it has a loss_mask too
     "harts": harts,
     "vllm": vllm,
     "sglang": sglang,
     "verifiers": verifiers,
     "trl": trl,
     "verl": verl,
+    "atropos": atropos,
     "chat": chat,
 }
 
