@@ -17,7 +17,7 @@ ORDER = [
     {"blocks"},
     {"cost"},
     {"layout", "flops", "plan", "explain"},
-    {"ops"},
+    {"ops", "slots"},
     {"mixers"},
     {"models", "losses"},
     {"testing"},

@@ -135,6 +135,46 @@ def test_baselines_share_prefixes_or_nothing() -> None:
     assert check_lengths == [3, 2, 3, 3]
 
 
+@settings(deadline=None, max_examples=40)
+@given(trajectories_strategy(max_trajectories=7, max_length=80, vocab_size=3), st.randoms(use_true_random=False))
+def test_a_subset_is_the_tree_of_its_trajectories(trajectories: list[Trajectory], chance: random.Random) -> None:
+    chosen = chance.sample(range(len(trajectories)), chance.randint(1, len(trajectories)))
+    some = [trajectories[index] for index in chosen]
+    for share in ("tree", "none"):
+        tree = PrefixTree.build(trajectories, share=share)  # type: ignore[arg-type]
+        subset, built = tree.subset(chosen), PrefixTree.build(some, share=share)  # type: ignore[arg-type]
+        assert subset.share == tree.share == share
+        assert all(one is other for one, other in zip(subset.trajectories, some, strict=True))
+        for name in ("offset_B1", "row_of_N", "token_ids_T", "parent_T", "depth_T", "start_S", "parent_S"):
+            one, other = getattr(subset, name), getattr(built, name)
+            if share == "none" and name in ("row_of_N", "token_ids_T", "depth_T", "parent_T"):
+                continue  # equal trajectories, which are not merged, may stand in another order
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype, name
+        if share == "tree":
+            check_against_trie(subset)
+
+
+def test_a_subset_keeps_what_the_whole_tree_merged() -> None:
+    """[1] is a prefix of both others; under "prefix" it runs within the first, in a subset without it by itself."""
+    tree = PrefixTree.build(of_tokens([1], [1, 2], [1, 3]), share="prefix")
+    assert tree.num_rows == 4
+    assert tree.subset([0, 2]).num_rows == 3
+    assert tree.subset([1, 0]).num_rows == 2
+    large = PrefixTree.build(of_tokens(*[[1, 2, 3, index] for index in range(200)]))
+    few = large.subset([150, 7])  # far fewer tokens than rows: another way to the same tree
+    check_against_trie(few)
+    assert [one.id for one in few.trajectories] == ["150", "7"]
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"), [([], "at least one"), ([0, 2], "came 2"), ([-1], "came -1"), ([1, 1], "twice")]
+)
+def test_subsets_of_what_is_not_there_are_refused(indices: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrefixTree.build(of_tokens([1], [2])).subset(indices)
+
+
 def test_sum_over_subtrees_adds_what_hangs_below() -> None:
     tree = PrefixTree.build(AWKWARD["one-token branches"])
     value_S = RNG.integers(0, 9, tree.num_segments)

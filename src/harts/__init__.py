@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from harts.models.fuse import fuse, unfuse
     from harts.ops.kernels import Kernels
     from harts.plan import Plan, check_plan, make_plan
+    from harts.slots import Microbatch, microbatches
     from harts.trajectory import Trajectory
     from harts.tree import PrefixTree
 
 __all__ = [
     "CostModel",
     "Kernels",
+    "Microbatch",
     "PackedTree",
     "Plan",
     "PrefixTree",
@@ -40,6 +42,7 @@ __all__ = [
     "logprobs_flat",
     "logprobs_padded",
     "make_plan",
+    "microbatches",
     "pack",
     "read",
     "unfuse",
@@ -50,6 +53,7 @@ __all__ = [
 _MODULE_OF = {
     "CostModel": "harts.cost",
     "Kernels": "harts.ops.kernels",
+    "Microbatch": "harts.slots",
     "PackedTree": "harts.layout",
     "Plan": "harts.plan",
     "PrefixTree": "harts.tree",
@@ -63,6 +67,7 @@ _MODULE_OF = {
     "logprobs_flat": "harts.models",
     "logprobs_padded": "harts.models",
     "make_plan": "harts.plan",
+    "microbatches": "harts.slots",
     "pack": "harts.layout",
     "read": "harts.formats",
     "unfuse": "harts.models.fuse",

@@ -40,6 +40,7 @@ class PrefixTree:
         depth_T: int64 [T]: number of tokens before it on its path, which is its position id.
         start_S: int64 [S]: first row of each segment (maximal run of rows with one set of trajectories through it).
         parent_S: int64 [S]: the segment that it continues; -1 at a root. Always smaller than the segment itself.
+        share: what was merged, as given to `build`.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -50,6 +51,7 @@ class PrefixTree:
     depth_T: Ints
     start_S: Ints
     parent_S: Ints
+    share: Share = "tree"
 
     @staticmethod
     def build(trajectories: Sequence[Trajectory], *, share: Share = "tree") -> "PrefixTree":
@@ -72,7 +74,7 @@ class PrefixTree:
         # Any total order of symbols puts common prefixes side by side and a prefix before what continues it.
         order = sorted(range(len(raw)), key=raw.__getitem__)
         common = _common_with_previous(symbols, order, share)
-        return _number_rows(tuple(trajectories), order, common)
+        return dataclasses.replace(_number_rows(tuple(trajectories), order, common), share=share)
 
     def reordered(self, order_S: Ints) -> "PrefixTree":
         """The same tree with its segments, and so its rows, in another depth-first preorder.
@@ -207,6 +209,43 @@ class PrefixTree:
             segment = int(self.parent_S[segment])
         return path[::-1]
 
+    def subset(self, trajectories: Sequence[int]) -> "PrefixTree":
+        """The tree of some trajectories only: their rows in this tree's order, merged as they are here.
+
+        No token is compared, so a microbatch costs no more than its own tokens. Where `share` is "tree", and either
+        all or none of the trajectories have merge keys and routes, this is `build` of those trajectories.
+
+        Args:
+            trajectories: distinct indices into `self.trajectories`, at least one; the subset has them in this order.
+
+        Raises:
+            ValueError: no index, one twice, or one out of range.
+        """
+        index_X = np.asarray(trajectories, np.int64)
+        _check_subset(index_X, self.num_trajectories)
+        if np.array_equal(index_X, np.arange(self.num_trajectories)):
+            return self
+        old_N = np.concatenate([self.rows_of(index) for index in index_X.tolist()])
+        kept_T, row_of_N = _distinct_rows(old_N, self.num_rows)
+        above_T = self.parent_T[kept_T]  # paths are whole: a row's parent is kept with it
+        parent_T = np.where(above_T >= 0, np.searchsorted(kept_T, above_T), -1)
+        chosen = tuple(self.trajectories[index] for index in index_X.tolist())
+        offset_B1 = np.append(0, np.cumsum(np.diff(self.offset_B1)[index_X]))
+        is_head_T = parent_T != np.arange(-1, len(kept_T) - 1)
+        is_head_T[0] = True
+        start_S, parent_S = _segments(np.flatnonzero(is_head_T), parent_T, row_of_N[offset_B1[1:] - 1])
+        return PrefixTree(
+            chosen,
+            offset_B1,
+            row_of_N,
+            self.token_ids_T[kept_T],
+            parent_T,
+            self.depth_T[kept_T],
+            start_S,
+            parent_S,
+            self.share,
+        )
+
     def walk(self) -> Iterator[tuple[int, int]]:
         """Depth-first preorder over segments as (segment, level), roots at level 0."""
         level = [0] * self.num_segments
@@ -308,10 +347,39 @@ def _number_rows(trajectories: tuple[Trajectory, ...], order: list[int], common:
     parent_T = np.arange(-1, num_rows - 1)
     parent_T[run_start_R] = branch_row[new]
     depth_T = np.arange(num_rows) + np.repeat(np.asarray(common)[new] - run_start_R, run_length_R)
-    # The set of trajectories changes where a run starts, behind a branch point and behind a trajectory's end.
-    last_row_B = row_of_N[offset_B1[1:] - 1]
-    starts = np.concatenate([run_start_R, branch_row[branch_row >= 0] + 1, last_row_B + 1])
-    start_S = np.unique(starts[starts < num_rows])
-    parent_row_S = parent_T[start_S]
-    parent_S = np.searchsorted(start_S, parent_row_S, side="right") - 1
+    start_S, parent_S = _segments(run_start_R, parent_T, row_of_N[offset_B1[1:] - 1])
     return PrefixTree(trajectories, offset_B1, row_of_N, token_ids_T, parent_T, depth_T, start_S, parent_S)
+
+
+def _segments(run_start_R: Ints, parent_T: Ints, last_row_B: Ints) -> tuple[Ints, Ints]:
+    """First row and parent of each segment, from the first rows of runs and the last rows of trajectories.
+
+    The set of trajectories changes where a run starts, behind a branch point and behind a trajectory's end.
+    """
+    branch_row_R = parent_T[run_start_R]
+    starts = np.concatenate([run_start_R, branch_row_R[branch_row_R >= 0] + 1, last_row_B + 1])
+    start_S = np.unique(starts[starts < len(parent_T)])
+    parent_S = np.searchsorted(start_S, parent_T[start_S], side="right") - 1
+    return start_S, parent_S
+
+
+def _distinct_rows(row_N: Ints, num_rows: int) -> tuple[Ints, Ints]:
+    """Distinct rows, rising, and the place of each entry among them; marked where many of all rows occur."""
+    if num_rows > 16 * len(row_N):
+        return np.unique(row_N, return_inverse=True)
+    occurs_T = np.zeros(num_rows, np.bool_)
+    occurs_T[row_N] = True
+    return np.flatnonzero(occurs_T), (np.cumsum(occurs_T) - 1)[row_N]
+
+
+def _check_subset(index_X: Ints, num_trajectories: int) -> None:
+    if index_X.ndim != 1 or len(index_X) == 0:
+        raise ValueError(f"trajectories: expected at least one index, came shape {list(index_X.shape)}; name some")
+    if index_X.min() < 0 or index_X.max() >= num_trajectories:
+        bad = int(index_X.min()) if index_X.min() < 0 else int(index_X.max())
+        raise ValueError(f"trajectories: expected indices in [0, {num_trajectories}), came {bad}; index this tree")
+    if len(np.unique(index_X)) < len(index_X):
+        values, counts = np.unique(index_X, return_counts=True)
+        raise ValueError(
+            f"trajectories: expected distinct indices, came {int(values[counts.argmax()])} twice; name each once"
+        )

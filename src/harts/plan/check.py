@@ -1,17 +1,16 @@
 """The laws of a plan, as code: tests and `harts plan --check` run all of them, the trainer the quick ones."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from harts.blocks import Blocks
 from harts.plan.make import lower_bound, make_plan
 from harts.plan.schedule import Microbatch, Plan
-from harts.tree import PrefixTree, Share
+from harts.tree import PrefixTree
 
 __all__ = ["check_microbatch", "check_plan"]
 
 
-def check_plan(tree: PrefixTree, plan: Plan, *, share: Share = "tree", thorough: bool = True) -> None:
+def check_plan(tree: PrefixTree, plan: Plan, *, thorough: bool = True) -> None:
     """Raises if a plan breaks a law.
 
     - **data**: the plan was made of this tree, with the arguments it names.
@@ -26,7 +25,6 @@ def check_plan(tree: PrefixTree, plan: Plan, *, share: Share = "tree", thorough:
     Args:
         tree: what was planned.
         plan: of that tree.
-        share: what the tree was built with.
         thorough: check claims and purity too, which build every microbatch: about the cost of building the tree.
 
     Raises:
@@ -43,7 +41,7 @@ def check_plan(tree: PrefixTree, plan: Plan, *, share: Share = "tree", thorough:
     if plan.makespan < plan.lower_bound * (1 - 1e-9):
         raise _broken("bound", f"a makespan of at least {plan.lower_bound:g}", f"{plan.makespan:g}", "the plan")
     if thorough:
-        _check_claims(tree, plan, share)
+        _check_claims(tree, plan)
         _check_purity(tree, plan)
 
 
@@ -52,7 +50,7 @@ def check_microbatch(microbatch: Microbatch, subtree: PrefixTree, blocks: Blocks
 
     Args:
         microbatch: of a plan.
-        subtree: `PrefixTree.build` of its trajectories.
+        subtree: `PrefixTree.subset` of its trajectories.
         blocks: of the subtree, where they are known already.
     """
     blocks = blocks or Blocks.of_tree(subtree)
@@ -100,17 +98,13 @@ def _check_budget(plan: Plan, one: Microbatch, where: str) -> None:
         raise _broken("claims", "nothing in an empty microbatch", f"{one}", where)
 
 
-def _check_claims(tree: PrefixTree, plan: Plan, share: Share) -> None:
+def _check_claims(tree: PrefixTree, plan: Plan) -> None:
     for row in plan.microbatches:
         for one in row:
             if not one.is_empty:
-                check_microbatch(one, _subtree(tree, one.trajectories, share))
+                check_microbatch(one, tree.subset(one.trajectories))
     if plan.unique_rows != tree.num_rows:
         raise _broken("claims", f"{tree.num_rows} unique rows", f"{plan.unique_rows}", "all microbatches together")
-
-
-def _subtree(tree: PrefixTree, indices: Sequence[int], share: Share) -> PrefixTree:
-    return PrefixTree.build([tree.trajectories[index] for index in indices], share=share)
 
 
 def _check_purity(tree: PrefixTree, plan: Plan) -> None:

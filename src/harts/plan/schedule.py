@@ -23,11 +23,11 @@ _FORMAT = "harts plan 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What one replica runs in one slot, `PrefixTree.build([trajectories[i] for i in trajectories])`.
+    """What one replica runs in one slot: `tree.subset(trajectories)` of the planned tree.
 
     Attributes:
         trajectories: indices into the planned tree's trajectories, ascending; none in an empty microbatch, whose
-            replica runs a dummy row to keep step.
+            replica runs a padding row to keep step.
         unique_rows: rows that no earlier microbatch has (slot after slot, in a slot replica after replica).
         recomputed_rows: rows that an earlier microbatch has too.
         replayed_rows: rows fed to linear attention more than once, counted each further time.

@@ -5,49 +5,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from harts.cost import CostModel
-from harts.layout import PackedTree, pack
 from harts.losses import Loss, LossInputs, LossMetrics, StepDenominators
 from harts.models import RouterConfig, logprobs, score_tree
 from harts.ops.kernels import Kernels
 from harts.ops.moe import RouterStep
 from harts.plan import Plan, check_plan, make_plan
+from harts.slots import Microbatch, lay_out
 from harts.train.parallel import Replicas
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
 
 __all__ = ["Accumulated", "Microbatch", "StepPlan", "accumulate", "count_routes", "plan_step", "score", "update"]
-
-
-@dataclass(frozen=True, eq=False)
-class Microbatch:
-    """What this replica runs in one slot.
-
-    Attributes:
-        indices: its trajectories within the step; empty where this replica has nothing left to do.
-        trajectories: those, or a dummy without a trained token, so that every replica runs something in every slot.
-        packed: their rows.
-    """
-
-    indices: tuple[int, ...]
-    trajectories: Sequence[Trajectory]
-    packed: PackedTree
-
-    def counted(self, router: RouterConfig) -> RouterConfig:
-        """Settings under which the dummy counts nothing: it has no trained token."""
-        return router if self.indices else dataclasses.replace(router, tokens="trained")
-
-    def pick(self, values: dict[int, Tensor] | None) -> Tensor | None:
-        """[N]: values by index within the step, of this microbatch's trajectories; zeros for the dummy."""
-        if values is None:
-            return None
-        if not self.indices:
-            return torch.zeros(self.packed.num_tokens, device=self.packed.device)
-        return torch.cat([values[index] for index in self.indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,26 +78,14 @@ def plan_step(
     if plan is None:
         plan = make_plan(tree, token_budget=token_budget, num_replicas=replicas.size, cost_model=cost_model)
     if check:
-        check_plan(tree, plan, share=share, thorough=False)
-    microbatches = []
-    for slot in plan.microbatches:
-        indices = slot[replicas.rank].trajectories
-        chosen = [trajectories[index] for index in indices] or [_DUMMY]
-        whole = len(indices) == len(trajectories)
-        packed = pack(tree if whole else PrefixTree.build(chosen, share=share))
-        microbatches.append(Microbatch(indices, chosen, packed))
+        check_plan(tree, plan, thorough=False)
+    microbatches = lay_out(tree, plan, replicas.rank)
     return StepPlan(trajectories, tree, plan, microbatches, time.perf_counter() - start)
 
 
-_DUMMY = Trajectory(
-    token_ids=np.zeros(1, np.int32),
-    loss_mask=np.zeros(1, np.bool_),
-    id="dummy row",
-    group="dummy row",
-    logprobs=np.zeros(1),
-    ref_logprobs=np.zeros(1),
-    advantages=np.zeros(1),
-)
+def _counted(router: RouterConfig, microbatch: Microbatch) -> RouterConfig:
+    """Settings under which padding counts nothing: it has no trained token."""
+    return router if microbatch.indices else dataclasses.replace(router, tokens="trained")
 
 
 @torch.no_grad()
@@ -151,7 +111,7 @@ def count_routes(
         return RouterStep.from_trajectories(step.trajectories, tokens=router.tokens)
     with torch.no_grad():
         passes = [
-            score_tree(model, microbatch.packed, router=microbatch.counted(router), kernels=kernels).router
+            score_tree(model, microbatch.packed, router=_counted(router, microbatch), kernels=kernels).router
             for microbatch in step.microbatches
         ]
     counts = RouterStep.from_statistics([each.statistics for each in passes if each is not None])
@@ -206,7 +166,7 @@ def accumulate(
             microbatch.packed,
             kernels=kernels,
             entropy="entropy" in loss.requires,
-            router=None if router is None else microbatch.counted(router),
+            router=None if router is None else _counted(router, microbatch),
         )
         inputs = LossInputs.from_trajectories(
             microbatch.trajectories,

@@ -324,7 +324,7 @@ class Trainer:
             raise ValueError(
                 f"{config.plan}: is for {plan.num_replicas} replicas, this run has {self.replicas.size}; plan again"
             )
-        check_plan(tree, plan, share=config.share, thorough=False)  # another version may plan otherwise
+        check_plan(tree, plan, thorough=False)  # another version may plan otherwise
         return plan
 
     def _make_reference(self) -> nn.Module | None:
