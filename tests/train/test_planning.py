@@ -74,11 +74,11 @@ def test_the_next_step_is_laid_out_before_it_is_asked_for(
     monkeypatch.setattr(PackedTree, "to", lambda self, device: self)
     laid_out: list[int] = []
 
-    def counted(tree: PrefixTree) -> PackedTree:
+    def counted(tree: PrefixTree, **options: Any) -> PackedTree:
         laid_out.append(tree.num_rows)
-        return pack(tree)
+        return pack(tree, **options)
 
-    monkeypatch.setattr("harts.train.step.pack", counted)
+    monkeypatch.setattr("harts.slots.pack", counted)
     for device, before in (("cuda", True), ("cpu", False)):
         made = planner(trajectories, device, [])
         with made.ahead():
