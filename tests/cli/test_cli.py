@@ -97,7 +97,7 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
         (["inspect", str(TAU), "--limit", "0"], "limit"),
         (["oops"], "No such command"),
         (["check", "--dtype", "float16"], "dtype"),
-        (["check", "--model", "tiny-gpt"], "expected one of tiny-qwen3.5"),
+        (["check", "--model", "tiny-gpt"], "expected a directory or one of tiny-qwen3.5"),
         (["check", "--workloads", "stars"], "expected one of star3"),
         (["check", "--no-trees", "--workloads", ""], "nothing to check"),
         (["check", "--no-trees", "--workloads", "star3:turns=x"], "NAME:SIZE=NUMBER"),
