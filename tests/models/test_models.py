@@ -1,6 +1,8 @@
 """Tree-trained equals separately trained: whole models, against untouched transformers."""
 
+import copy
 import dataclasses
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +24,15 @@ from harts.tree import PrefixTree
 
 SeparateRows = Callable[[nn.Module, list[Trajectory]], tuple[Tensor, Tensor]]
 
+Run = tuple[Tensor, dict[str, Tensor]]
+
 SHAPES = ["star", "comb", "lengths 63/64/65", "duplicates", "prefix of another", "forest", "one-token branches"]
 HYBRID = "tiny-qwen3.5"
 
 
 def weights_for(trajectories: list[Trajectory], dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(2, sum(map(len, trajectories)), dtype=dtype, generator=generator)
+    return torch.randn(2, sum(map(len, trajectories)), dtype=torch.float64, generator=generator).to(dtype)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -37,24 +41,39 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
 
 
-def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[float]:
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).norm()) / size for name, size in gradient_sizes(theirs).items())
+    return [float((ours[name] - theirs[name]).norm()) / size for name, size in gradient_sizes(theirs).items()]
 
 
-def compare(model: nn.Module, trajectories: list[Trajectory], separate_rows: SeparateRows) -> tuple[float, float]:
-    """Largest difference of log-probs and entropies, and of gradients relative per parameter."""
-    weight = weights_for(trajectories, next(model.parameters()).dtype)
+def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    return max(differences(ours, theirs))
+
+
+def run_rows(model: nn.Module, trajectories: list[Trajectory], separate_rows: SeparateRows) -> Run:
+    """Log-probs and entropies [2, N] of rows run alone by transformers, and gradients of their weighted sum."""
     expected = torch.stack(separate_rows(model, trajectories))
-    expected_grads = gradients(model, (expected * weight).sum())
+    weight = weights_for(trajectories, expected.dtype)
+    return expected.detach(), gradients(model, (expected * weight).sum())
+
+
+def run_tree(model: nn.Module, trajectories: list[Trajectory]) -> Run:
+    """The same of a tree."""
     harts.attach(model)
     packed = harts.pack(PrefixTree.build(trajectories))
     scores = harts.logprobs(model, packed, entropy=True)
     assert scores.entropy_N is not None
     ours = torch.stack([scores.logprobs_N, scores.entropy_N])
-    grads = gradients(model, (ours * weight).sum())
+    found = gradients(model, (ours * weights_for(trajectories, ours.dtype)).sum())
     harts.detach(model)
-    return float((ours - expected).detach().abs().max()), largest_difference(grads, expected_grads)
+    return ours.detach(), found
+
+
+def compare(model: nn.Module, trajectories: list[Trajectory], separate_rows: SeparateRows) -> tuple[float, float]:
+    """Largest difference of log-probs and entropies, and of gradients relative per parameter."""
+    expected, expected_grads = run_rows(model, trajectories, separate_rows)
+    ours, grads = run_tree(model, trajectories)
+    return float((ours - expected).abs().max()), largest_difference(grads, expected_grads)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,11 +98,20 @@ def test_every_family_in_fp64_with_several_temperatures(name: str, separate_rows
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
-def test_fp32_against_wholly_untouched_code(name: str, separate_rows: SeparateRows) -> None:
+def test_fp32_is_no_further_from_fp64_than_wholly_untouched_code(name: str, separate_rows: SeparateRows) -> None:
+    """Each side's error is measured from fp64; a sum of gradients over another order may round a few times worse."""
     trajectories = random_trajectories(np.random.default_rng(6), max_length=150)
-    logprob_error, grad_error = compare(tiny_model(name), trajectories, separate_rows)
-    assert logprob_error < 1e-5
-    assert grad_error < 1e-5
+    model = tiny_model(name)
+    wide = copy.deepcopy(model).double()
+    with all_fp64():
+        exact, exact_grads = run_rows(wide, trajectories, separate_rows)
+    rows, row_grads = run_rows(model, trajectories, separate_rows)
+    ours, grads = run_tree(model, trajectories)
+    assert float((ours - exact).abs().max()) < 3 * float((rows - exact).abs().max())
+    worst = largest_difference(row_grads, exact_grads)
+    assert largest_difference(grads, exact_grads) < 10 * worst < 1e-3  # normed queries of near zero round by luck
+    usual, theirs = (statistics.median(differences(each, exact_grads)) for each in (grads, row_grads))
+    assert usual < 1.5 * theirs
 
 
 def test_caterpillar_of_a_thousand_branches_runs() -> None:
@@ -192,7 +220,7 @@ def test_lora_before_or_after_attach(order: str) -> None:
     assert all("lora" in name for name in grads)
     assert largest_difference(grads, expected) < 1e-8
     merged = harts.detach(lora).merge_and_unload()
-    assert find_backbone(merged).family.linear_classes() is not None
+    assert "linear_attention" in find_backbone(merged).family.layers
 
 
 def gradients_of_trained(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

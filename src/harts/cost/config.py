@@ -9,6 +9,7 @@ embedding's look-up are not. The formulas, per layer and row unless said otherwi
   convolution's taps, and the chunked recurrence of Yang et al., "Gated Delta Networks" (2024): with chunks of C = 64,
   per value head 2C x (3 key_dim + 2 value_dim) for K K^T, Q K^T and the triangular systems' products, and
   6 x key_dim x value_dim for reading and updating the state. Replayed rows repeat only the recurrence.
+- short convolution with two gates (LFM2): 2 x hidden x 4 hidden for its projections, and the taps.
 - MLP: 6 x hidden x intermediate; mixture of experts: that of the experts chosen per token, the shared expert and
   the router.
 - head: 2 x hidden x vocabulary for each trained row.
@@ -27,6 +28,7 @@ from harts.cost.counts import Coefficients
 __all__ = ["forward_flops", "model_identity"]
 
 _GATED_QUERIES = ("qwen3_5", "qwen3_next")
+_LAYER_TYPES = {"full_attention", "linear_attention", "conv"}
 _IDENTITY_FIELDS = (
     "model_type",
     "vocab_size",
@@ -38,6 +40,7 @@ _IDENTITY_FIELDS = (
     "head_dim",
     "layer_types",
     "linear_conv_kernel_dim",
+    "conv_L_cache",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_num_key_heads",
@@ -69,6 +72,8 @@ def forward_flops(config: Any) -> Coefficients:
             queries, keys = heads * head_dim, sizes.get("num_key_value_heads", heads) * head_dim
             rows += 2 * hidden * (queries * (2 + sizes.has_query_gate()) + 2 * keys)
             pairs += 4 * queries
+        elif kind == "conv":
+            rows += 2 * hidden * (4 * hidden + sizes.need("conv_L_cache"))
         else:
             per_row, per_linear_row = _gated_delta_rule(sizes, hidden)
             rows += per_row
@@ -129,11 +134,11 @@ class _Sizes:
         if kinds is None and every is not None:
             kinds = ["full_attention" if (at + 1) % every == 0 else "linear_attention" for at in range(number)]
         kinds = list(kinds) if kinds is not None else ["full_attention"] * number
-        unknown = sorted(set(kinds) - {"full_attention", "linear_attention"})
+        unknown = sorted(set(kinds) - _LAYER_TYPES)
         if unknown or len(kinds) != number:
             came = f"{unknown}" if unknown else f"{len(kinds)} of them for {number} layers"
             raise ValueError(
-                "config, field layer_types: expected 'full_attention' or 'linear_attention' for each layer, came "
+                f"config, field layer_types: expected one of {', '.join(sorted(_LAYER_TYPES))} for each layer, came "
                 f"{came}"
             )
         return kinds
@@ -154,6 +159,8 @@ def _mlp(sizes: _Sizes, layer: int, hidden: int) -> float:
     """FLOPs of one layer's MLP or chosen experts per row."""
     experts = sizes.num_experts()
     every = sizes.get("decoder_sparse_step", 1)
+    if sizes.get("block_auto_adjust_ff_dim", False):
+        return 6.0 * hidden * _adjusted_width(sizes)
     if not experts or layer in sizes.get("mlp_only_layers", []) or (layer + 1) % every:
         return 6.0 * hidden * sizes.need("intermediate_size")
     width: int = sizes.get("moe_intermediate_size", None) or sizes.need("intermediate_size")
@@ -161,3 +168,10 @@ def _mlp(sizes: _Sizes, layer: int, hidden: int) -> float:
     shared: int = sizes.get("shared_expert_intermediate_size", 0)
     gate = 1 if shared else 0
     return 6.0 * hidden * (chosen * width + shared) + 2.0 * hidden * (experts + gate)
+
+
+def _adjusted_width(sizes: _Sizes) -> int:
+    """The width of LFM2's MLP: two thirds of what the config names, times a factor, up to a multiple."""
+    width = int(sizes.get("block_ffn_dim_multiplier", 1.0) * (2 * sizes.need("intermediate_size") // 3))
+    multiple = sizes.need("block_multiple_of")
+    return -(-width // multiple) * multiple

@@ -7,7 +7,7 @@ from torch import nn
 
 from harts.models.attention import PREFIX, register
 from harts.models.configs import check_adapters, check_config
-from harts.models.families import FAMILIES, Family
+from harts.models.families import FAMILIES, Family, layer_types
 from harts.models.routing import install, uninstall
 from harts.models.seams import check_around, find_head
 from harts.models.twins import swap, swap_back
@@ -57,9 +57,9 @@ _MARK = "_harts_attached"
 def attach(model: nn.Module) -> nn.Module:
     """Makes a supported transformers model able to run on trees; everything else it does stays as it was.
 
-    Linear-attention mixers are replaced by ours, which share their parameters and submodules (state dict names, hooks,
-    LoRA layers and optimisers see the same model), and a tree version of the model's attention implementation is
-    registered. Works before or after LoRA (peft) is added, and with gradient checkpointing. Attaching twice is fine.
+    Mixers other than attention are replaced by ours, which share their parameters and submodules (state dict names,
+    hooks, LoRA layers and optimisers see the same model), and a tree version of the model's attention implementation
+    is registered. Works before or after LoRA (peft) is added, and with gradient checkpointing. Attaching twice is fine.
 
     Args:
         model: a causal language model of one of the supported families, possibly wrapped by peft.
@@ -74,13 +74,12 @@ def attach(model: nn.Module) -> nn.Module:
     backbone = find_backbone(model)
     check_around(model, backbone.inner, backbone.text)
     find_head(backbone.head)
-    check_config(backbone.config, has_router=backbone.family.router is not None)
+    check_config(backbone.config, backbone.family.layers, has_router=backbone.family.router is not None)
     if not getattr(backbone.text, _MARK, False):
         _check_layers(backbone)
-        classes = backbone.family.linear_classes()
-        if classes is not None:
-            swap(backbone.text, {classes[0]: classes[1]})
-        mixers = {backbone.family.attention_class(), *(classes or ())}
+        twins = backbone.family.twins()
+        swap(backbone.text, twins)
+        mixers = {*backbone.family.mixer_classes().values(), *twins.values()}
         install(backbone.text, mixers, backbone.family.router_class())
         install_watch(backbone.text, mixers)
         setattr(backbone.text, _MARK, True)
@@ -98,9 +97,7 @@ def detach(model: nn.Module) -> nn.Module:
     backbone = find_backbone(model)
     if getattr(backbone.text, _MARK, False):
         swap_back(backbone.text)  # what harts.models.fuse put in
-        classes = backbone.family.linear_classes()
-        if classes is not None:
-            swap(backbone.text, {classes[1]: classes[0]})
+        swap(backbone.text, {ours: theirs for theirs, ours in backbone.family.twins().items()})
         uninstall(backbone.text)
         uninstall_watch(backbone.text)
         delattr(backbone.text, _MARK)
@@ -140,16 +137,11 @@ def _unsupported(what: str) -> str:
 
 def _check_layers(backbone: Backbone) -> None:
     """Counts the mixers found against the config, so that none is missed."""
-    layer_types = (
-        getattr(backbone.config, "layer_types", None) or ["full_attention"] * backbone.config.num_hidden_layers
-    )
-    classes = backbone.family.linear_classes()
-    expected = {backbone.family.attention_class(): layer_types.count("full_attention")}
+    types = layer_types(backbone.config)
+    expected = {kind: types.count(name) for name, kind in backbone.family.mixer_classes().items()}
     router = backbone.family.router_class()
     if router is not None:
-        expected[router] = sum(map(backbone.has_experts, range(len(layer_types))))
-    if classes is not None:
-        expected[classes[0]] = layer_types.count("linear_attention")
+        expected[router] = sum(map(backbone.has_experts, range(len(types))))
     for kind, count in expected.items():
         found = [module for module in backbone.text.modules() if type(module) is kind]
         if len(found) != count:

@@ -14,9 +14,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harts.layout import PackedTree
+from harts.mixers import Attention
+from harts.models.pieces import Contexts, context_of
 from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.sharded import Sealed, unseal
-from harts.ops import attention
 from harts.ops.kernels import Kernels
 
 __all__ = ["PREFIX", "register"]
@@ -37,22 +38,15 @@ def register(original: str) -> str:
         *,
         packed: PackedTree | Sealed[PackedTree] | None = None,
         kernels: Kernels | None = None,
+        contexts: Contexts | Sealed[Contexts] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         packed = unseal(packed)
         if packed is None:
             return _original(original, module)(module, query, key, value, attention_mask, **kwargs)
         q_THD, k_TGD, v_TGV = (cut_rows(x[0].transpose(0, 1), packed.num_rows) for x in (query, key, value))
-        kernels = kernels or Kernels()
-        out_THV = attention(
-            q_THD,
-            k_TGD,
-            v_TGV,
-            packed,
-            scale=kwargs["scaling"],
-            impl=kernels.attention,
-            deterministic=kernels.deterministic,
-        )
+        mixer, context = Attention(scale=kwargs["scaling"]), context_of(module, contexts)
+        out_THV = mixer.forward(packed, kernels or Kernels(), context, q_THD, k_TGD, v_TGV)
         return fill_rows(out_THV, query.shape[2]).unsqueeze(0), None
 
     AttentionInterface.register(name, tree_attention)

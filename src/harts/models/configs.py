@@ -1,5 +1,6 @@
 """Options of transformers' text configs that a tree does not take, named when a model is attached."""
 
+from collections.abc import Collection
 from typing import Any
 
 __all__ = ["check_adapters", "check_config"]
@@ -57,17 +58,18 @@ _COUPLING = (
 )
 
 
-def check_config(config: Any, *, has_router: bool) -> None:
+def check_config(config: Any, known: Collection[str], *, has_router: bool) -> None:
     """Refuses options of a text config that the tree ops do not have, or that sharing would change.
 
     Args:
         config: the text config of a supported family.
+        known: types of decoder layers that the family has.
         has_router: whether the family is a mixture of experts.
 
     Raises:
         ValueError: the message names the option, what it is set to, and what is expected.
     """
-    _check_coupling(config)
+    _check_coupling(config, known)
     _check_attention(config)
     if "linear_attention" in (getattr(config, "layer_types", None) or []):
         _check_linear(config)
@@ -75,12 +77,12 @@ def check_config(config: Any, *, has_router: bool) -> None:
         _check_experts(config)
 
 
-def _check_coupling(config: Any) -> None:
+def _check_coupling(config: Any, known: Collection[str]) -> None:
     layer_types = set(getattr(config, "layer_types", None) or [])
-    if unknown := layer_types - {"full_attention", "linear_attention"}:
+    if unknown := layer_types - set(known):
         raise ValueError(
-            f"model: layer types {sorted(unknown)} are not supported; expected full_attention and linear_attention "
-            "only (switch sliding windows off in the config)"
+            f"model: layer types {sorted(unknown)} are not supported; expected {' and '.join(known)} only (switch "
+            "sliding windows off in the config)"
         )
     if not layer_types and getattr(config, "sliding_window", None):
         raise ValueError(

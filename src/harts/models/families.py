@@ -1,14 +1,32 @@
 """The transformers model families that HARTS can run on a tree."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FAMILIES", "Family"]
+from harts.mixers import Attention, GatedDeltaRule, Mixer, ShortConv
+
+__all__ = ["FAMILIES", "Family", "Layer", "layer_types"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One type of decoder layer, as `layer_types` of a config names it.
+
+    Attributes:
+        module: "module:Class" of its token mixer.
+        mixer: what that is on a tree.
+        twin: "module:Class" of ours that takes its place; None where it runs as it is, through transformers' attention
+            interface.
+    """
+
+    module: str
+    mixer: type[Mixer]
+    twin: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,27 +34,36 @@ class Family:
     """What `attach` has to know of one `model_type`.
 
     Attributes:
-        attention: "module:Class" of the full-attention mixer; it goes through transformers' attention interface.
-        linear_mixer: "module:Class" of the linear-attention mixer and of ours that takes its place; None without one.
-        mask: what to hand the backbone as `attention_mask` so that it builds none of its own.
+        layers: its types of decoder layers.
+        mask: what to hand the backbone as `attention_mask` so that it builds none of its own; None: nothing for each
+            type of layer.
         router: "module:Class" of the router of a mixture-of-experts layer, which gives (logits [T, experts], weights
             and indices [T, experts per token]); None without one.
         fused: "module:NAME" of the classes, a tuple, that `harts.models.fuse` swaps in; None where nothing is fused.
     """
 
-    attention: str
-    linear_mixer: tuple[str, str] | None
-    mask: Callable[[torch.device], Any]
+    layers: Mapping[str, Layer]
+    mask: Callable[[torch.device], Any] | None = None
     router: str | None = None
     fused: str | None = None
 
-    def attention_class(self) -> type[nn.Module]:
-        """The class named by `attention`."""
-        return _load(self.attention)  # type: ignore[no-any-return]
+    def mixer_classes(self) -> dict[str, type[nn.Module]]:
+        """The class of the mixer in each type of layer."""
+        return {kind: _load(layer.module) for kind, layer in self.layers.items()}
 
-    def linear_classes(self) -> tuple[type[nn.Module], type[nn.Module]] | None:
-        """The classes named by `linear_mixer`: theirs and ours."""
-        return None if self.linear_mixer is None else (_load(self.linear_mixer[0]), _load(self.linear_mixer[1]))
+    def twins(self) -> dict[type[nn.Module], type[nn.Module]]:
+        """Classes of ours by those whose place they take."""
+        pairs = [(layer.module, layer.twin) for layer in self.layers.values() if layer.twin is not None]
+        return {_load(theirs): _load(ours) for theirs, ours in pairs}
+
+    def mixers(self, config: Any) -> list[Mixer]:
+        """The mixer of each decoder layer."""
+        of_type = {kind: layer.mixer.from_config(config) for kind, layer in self.layers.items()}
+        return [of_type[kind] for kind in layer_types(config)]
+
+    def attention_mask(self, device: torch.device) -> Any:
+        """What to hand the backbone as `attention_mask`."""
+        return dict.fromkeys(self.layers) if self.mask is None else self.mask(device)
 
     def router_class(self) -> type[nn.Module] | None:
         """The class named by `router`."""
@@ -52,8 +79,9 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _no_mask_per_layer_type(_: torch.device) -> dict[str, None]:
-    return {"full_attention": None, "linear_attention": None}
+def layer_types(config: Any) -> list[str]:
+    """The type of each decoder layer of a text config."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
 def _ready_made_mask(device: torch.device) -> Tensor:
@@ -63,45 +91,59 @@ def _ready_made_mask(device: torch.device) -> Tensor:
 
 _MODELS = "transformers.models"
 
+
+def _attention(module: str) -> dict[str, Layer]:
+    return {"full_attention": Layer(f"{_MODELS}.{module}", Attention)}
+
+
+def _hybrid(module: str, attention: str, linear: str, twin: str) -> dict[str, Layer]:
+    """Attention and gated delta rule."""
+    return {
+        **_attention(f"{module}:{attention}"),
+        "linear_attention": Layer(f"{_MODELS}.{module}:{linear}", GatedDeltaRule, twin),
+    }
+
+
 FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
-        attention=f"{_MODELS}.qwen3_5.modeling_qwen3_5:Qwen3_5Attention",
-        linear_mixer=(
-            f"{_MODELS}.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet",
+        layers=_hybrid(
+            "qwen3_5.modeling_qwen3_5",
+            "Qwen3_5Attention",
+            "Qwen3_5GatedDeltaNet",
             "harts.models.qwen3_5:TreeGatedDeltaNet",
         ),
         fused="harts.models.qwen3_5:FUSED",
-        mask=_no_mask_per_layer_type,
     ),
-    "qwen3": Family(
-        attention=f"{_MODELS}.qwen3.modeling_qwen3:Qwen3Attention", linear_mixer=None, mask=_no_mask_per_layer_type
-    ),
-    "llama": Family(
-        attention=f"{_MODELS}.llama.modeling_llama:LlamaAttention", linear_mixer=None, mask=_ready_made_mask
+    "qwen3": Family(layers=_attention("qwen3.modeling_qwen3:Qwen3Attention")),
+    "llama": Family(layers=_attention("llama.modeling_llama:LlamaAttention"), mask=_ready_made_mask),
+    "lfm2": Family(
+        layers={
+            **_attention("lfm2.modeling_lfm2:Lfm2Attention"),
+            "conv": Layer(f"{_MODELS}.lfm2.modeling_lfm2:Lfm2ShortConv", ShortConv, "harts.models.lfm2:TreeShortConv"),
+        },
     ),
     "qwen3_5_moe_text": Family(
-        attention=f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeAttention",
-        linear_mixer=(
-            f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeGatedDeltaNet",
+        layers=_hybrid(
+            "qwen3_5_moe.modeling_qwen3_5_moe",
+            "Qwen3_5MoeAttention",
+            "Qwen3_5MoeGatedDeltaNet",
             "harts.models.qwen3_5_moe:TreeGatedDeltaNet",
         ),
         router=f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeTopKRouter",
         fused="harts.models.qwen3_5_moe:FUSED",
-        mask=_no_mask_per_layer_type,
     ),
     "qwen3_next": Family(
-        attention=f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextAttention",
-        linear_mixer=(
-            f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet",
+        layers=_hybrid(
+            "qwen3_next.modeling_qwen3_next",
+            "Qwen3NextAttention",
+            "Qwen3NextGatedDeltaNet",
             "harts.models.qwen3_next:TreeGatedDeltaNet",
         ),
         router=f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextTopKRouter",
         fused="harts.models.qwen3_next:FUSED",
-        mask=_no_mask_per_layer_type,
     ),
     "qwen3_moe": Family(
-        attention=f"{_MODELS}.qwen3_moe.modeling_qwen3_moe:Qwen3MoeAttention",
-        linear_mixer=None,
+        layers=_attention("qwen3_moe.modeling_qwen3_moe:Qwen3MoeAttention"),
         router=f"{_MODELS}.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter",
         fused="harts.models.qwen3_moe:FUSED",
         mask=_ready_made_mask,

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from harts.layout import PackedTree
+from harts.mixers import Attention
 from harts.models.attach import find_backbone
 from harts.models.families import FAMILIES
+from harts.models.pieces import context_of
 from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.sharded import Sealed, compute_device, compute_dtype, unseal
 from harts.models.twins import swap, swap_back
-from harts.ops import attention, fused
-from harts.ops.kernels import Kernels
+from harts.ops import fused
 from harts.ops.requirements import has_triton
 
 __all__ = [
@@ -113,20 +114,18 @@ class FusedAttention(nn.Module):
         packed = unseal(packed)
         if packed is None:
             return super().forward(hidden_states, position_embeddings, *args, **kwargs)  # type: ignore[misc, no-any-return]
-        kernels: Kernels = kwargs["kernels"]
         impl = fused_impl(self)
         rows, hidden_FD = packed.num_rows, hidden_states[0]
         cos_FR, sin_FR = (angle[0] for angle in position_embeddings)
         q_FHD, gate_FHD = self.q_proj(hidden_FD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         k_FGD = self.k_proj(hidden_FD).unflatten(-1, (-1, self.head_dim))
-        out_THD = attention(
+        out_THD = Attention(scale=self.scaling).forward(
+            packed,
+            kwargs["kernels"],
+            context_of(self, kwargs.get("contexts")),
             cut_rows(fused.rotary(self.q_norm(q_FHD), cos_FR, sin_FR, impl=impl), rows),
             cut_rows(fused.rotary(self.k_norm(k_FGD), cos_FR, sin_FR, impl=impl), rows),
             cut_rows(self.v_proj(hidden_FD).unflatten(-1, (-1, self.head_dim)), rows),
-            packed,
-            scale=self.scaling,
-            impl=kernels.attention,
-            deterministic=kernels.deterministic,
         )
         gated_FHD = fused.sigmoid_gate(fill_rows(out_THD, len(hidden_FD)), gate_FHD, impl=impl)
         return self.o_proj(gated_FHD.flatten(1)).unsqueeze(0), None

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from harts.layout import PackedTree
+from harts.mixers import GatedDeltaRule
+from harts.models.pieces import context_of
 from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.sharded import Sealed, unseal
-from harts.ops import causal_conv1d, gated_delta_rule
-from harts.ops.kernels import Kernels
 
 __all__ = ["TreeMixer"]
 
@@ -38,29 +38,27 @@ class TreeMixer(nn.Module):
         packed = unseal(packed)
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
-        kernels: Kernels = kwargs["kernels"]
         mixer: Any = self
         rows = packed.num_rows
         qkv_FC, gate_XV, b_FG, a_FG = self.project(hidden_states[0])
         b_TG, a_TG = cut_rows(b_FG, rows), cut_rows(a_FG, rows)
-        qkv_TC = causal_conv1d(
-            cut_rows(qkv_FC, rows),
-            mixer.conv1d.weight.squeeze(1),
-            mixer.conv1d.bias,
-            packed,
-            activation=mixer.activation,
-            impl=kernels.causal_conv1d,
-        )
-        q_TC, k_TC, v_TC = torch.split(qkv_TC, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
         dtype = torch.promote_types(a_TG.dtype, torch.float32)
-        out_TGV = gated_delta_rule(
-            q_TC.view(rows, -1, mixer.head_k_dim),
-            k_TC.view(rows, -1, mixer.head_k_dim),
-            v_TC.view(rows, -1, mixer.head_v_dim),
+        out_TGV = GatedDeltaRule(
+            key_heads=mixer.num_k_heads,
+            value_heads=mixer.num_v_heads,
+            key_size=mixer.head_k_dim,
+            value_size=mixer.head_v_dim,
+            taps=mixer.conv_kernel_size,
+            activation=mixer.activation,
+        ).forward(
+            packed,
+            kwargs["kernels"],
+            context_of(self, kwargs.get("contexts")),
+            cut_rows(qkv_FC, rows),
             -mixer.A_log.to(dtype).exp() * softplus(a_TG.to(dtype) + mixer.dt_bias),
             b_TG.sigmoid(),
-            packed,
-            impl=kernels.gated_delta_rule,
+            mixer.conv1d.weight.squeeze(1),
+            mixer.conv1d.bias,
         )
         out_FGV = fill_rows(out_TGV, hidden_states.shape[1])
         normed_XV = mixer.norm(out_FGV.reshape(-1, mixer.head_v_dim), gate_XV)

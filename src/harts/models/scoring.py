@@ -128,7 +128,7 @@ def _inputs(backbone: Backbone, packed: PackedTree, kernels: Kernels, routing: R
     return {
         "input_ids": repeat_first(packed.token_ids_T, rows).unsqueeze(0),
         "position_ids": repeat_first(packed.position_T, rows).unsqueeze(0),
-        "attention_mask": backbone.family.mask(packed.device),
+        "attention_mask": backbone.family.attention_mask(packed.device),
         "use_cache": False,
         "packed": packed,
         "kernels": kernels,

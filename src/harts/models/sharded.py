@@ -83,7 +83,7 @@ def run_whole(
         whole.register_forward_hook(lambda module, arguments, output: scored[0], prepend=True),
     ]
     try:
-        sealed = {name: Sealed(inputs[name]) for name in ("packed", "routing") if name in inputs}
+        sealed = {name: Sealed(inputs[name]) for name in ("packed", "routing", "contexts") if name in inputs}
         whole(**{**inputs, **sealed}, logits_to_keep=1)
     finally:
         for handle in handles:
