@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harts.layout import PackedTree, pack
-from harts.mixers import MIXERS, Mixer, Store
+from harts.mixers import MIXERS, Exchange, Mixer, Store
 from harts.ops.kernels import Kernels
 from harts.testing.trees import AWKWARD, tree_strategy
 from harts.tree import PrefixTree
@@ -54,7 +54,7 @@ def on_tree(mixer: Mixer, packed: PackedTree, broken: PackedTree | None = None) 
 def in_pieces(mixer: Mixer, packed: PackedTree, starts: list[int]) -> Results:
     """A forward sweep over pieces without gradients, then a backward sweep in which each runs again."""
     pieces = packed.pieces(starts)
-    store = Store(mixer, pieces)
+    store = Store(Exchange(mixer, pieces))
     rows, shared = example(mixer, packed.num_rows)
     inputs = [x.requires_grad_() for x in (*rows, *shared)]
 

@@ -5,9 +5,9 @@ from harts.mixers.context import Context, Wanted
 from harts.mixers.gated_delta_rule import GatedDeltaRule
 from harts.mixers.protocol import Mixer
 from harts.mixers.short_conv import ShortConv
-from harts.mixers.store import Store
+from harts.mixers.store import Exchange, Store
 
-__all__ = ["MIXERS", "Attention", "Context", "GatedDeltaRule", "Mixer", "ShortConv", "Store", "Wanted"]
+__all__ = ["MIXERS", "Attention", "Context", "Exchange", "GatedDeltaRule", "Mixer", "ShortConv", "Store", "Wanted"]
 
 MIXERS: tuple[type[Mixer], ...] = (Attention, GatedDeltaRule, ShortConv)
 """Every mixer; the laws of `tests/mixers` run over them."""

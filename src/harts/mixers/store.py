@@ -1,17 +1,18 @@
 """What the pieces of a tree hand to one another in one layer: kept in a forward sweep, and its gradients in a backward.
 
-A piece reads rows above it. All rows that any piece reads are one set, `U`, for each name that a mixer reads; a store
-has one tensor for it, and one of gradients, summed in fp32. Pieces run forward in row order, so that whatever one reads
-is there, and backward in the opposite order, so that all gradients of what one gave are there.
-
-Shape suffixes: U rows that are read by some piece.
+A piece reads rows above it, and those lie in earlier pieces. A store keeps one tensor for each piece that gives
+something and each name that a mixer reads, and one of gradients, summed in fp32. Pieces run forward in row order, so
+that whatever one reads is there, and backward once all that read them have, so that all gradients of what one gave are
+there; then what it gave can be dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from harts.layout import PackedTree
@@ -19,84 +20,126 @@ from harts.mixers.context import Context, Wanted
 from harts.mixers.protocol import Mixer
 from harts.transfer import to_int64
 
-__all__ = ["Store"]
+__all__ = ["Exchange", "Store"]
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class _Places:
-    """Of one piece and name: the read rows' places in U (a range where they follow each other), and those it gives."""
+class _Read:
+    """A part of what a piece reads: entries of what an earlier piece gives, a range where they follow each other."""
 
-    reads: slice | Tensor
-    gives: slice
-    wanted: Wanted
+    giver: int
+    entries: slice | Tensor
+    count: int
+
+
+class Exchange:
+    """Which rows each piece reads from which, for one mixer; layers with the same mixer share it.
+
+    Args:
+        mixer: of the layers.
+        pieces: from `PackedTree.pieces`, all of them.
+    """
+
+    def __init__(self, mixer: Mixer, pieces: Sequence[PackedTree]) -> None:
+        outside = [mixer.outside(piece) for piece in pieces]
+        starts_P1 = np.array([*(piece.start for piece in pieces), pieces[0].tree.num_rows])
+        self.reads: list[dict[str, list[_Read]]] = [{} for _ in pieces]
+        self.wanted: list[dict[str, Wanted]] = [{} for _ in pieces]
+        for name in outside[0]:
+            all_U = np.unique(np.concatenate([each[name] for each in outside]))
+            edge_P1 = np.searchsorted(all_U, starts_P1)
+            for index, piece in enumerate(pieces):
+                rows = tuple((all_U[edge_P1[index] : edge_P1[index + 1]] - piece.start).tolist())
+                self.wanted[index][name] = Wanted(rows, piece.device)
+                at_X = np.searchsorted(all_U, outside[index][name])
+                self.reads[index][name] = list(_reads(at_X, edge_P1, piece.device))
+
+
+def _reads(at_X: Ints, edge_P1: Ints, device: torch.device) -> Iterator[_Read]:
+    """Places among all that is read, ascending, as entries of what each giver gives."""
+    giver_X = np.searchsorted(edge_P1, at_X, side="right") - 1
+    cuts = [0, *(np.flatnonzero(np.diff(giver_X)) + 1).tolist(), len(at_X)]
+    for first, stop in pairwise(cuts):
+        if first == stop:
+            continue
+        giver = int(giver_X[first])
+        entry_X = at_X[first:stop] - edge_P1[giver]
+        follow = entry_X[-1] - entry_X[0] + 1 == len(entry_X)
+        entries = slice(int(entry_X[0]), int(entry_X[-1]) + 1) if follow else to_int64(entry_X, device)
+        yield _Read(giver, entries, len(entry_X))
 
 
 class Store:
     """One layer's store over all pieces of one tree.
 
     Args:
-        mixer: of the layer.
-        pieces: from `PackedTree.pieces`, all of them.
+        exchange: of the layer's mixer.
     """
 
-    def __init__(self, mixer: Mixer, pieces: Sequence[PackedTree]) -> None:
-        self._values: dict[str, Tensor] = {}
-        self._grads: dict[str, Tensor] = {}
-        reads = [mixer.outside(piece) for piece in pieces]
-        self._sizes = {}
-        self._places: list[dict[str, _Places]] = [{} for _ in pieces]
-        for name in reads[0]:
-            all_U = np.unique(np.concatenate([each[name] for each in reads]))
-            self._sizes[name] = len(all_U)
-            for places, piece, each in zip(self._places, pieces, reads, strict=True):
-                at = np.searchsorted(all_U, each[name])
-                first, stop = np.searchsorted(all_U, [piece.start, piece.start + piece.num_rows]).tolist()
-                follow = len(at) == 0 or at[-1] - at[0] + 1 == len(at)
-                range_of = slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0)
-                wanted = Wanted(tuple((all_U[first:stop] - piece.start).tolist()), piece.device)
-                places[name] = _Places(range_of if follow else to_int64(at, piece.device), slice(first, stop), wanted)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of what has been handed on so far, without gradients."""
-        return sum(values.nbytes for values in self._values.values())
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._values: dict[int, dict[str, Tensor]] = {}
+        self._grads: dict[int, dict[str, Tensor]] = {}
 
     def context(self, piece: int) -> Context:
         """The context of a piece; what it takes are leaves, which collect gradients where gradients are on."""
         taken = {}
-        for name, places in self._places[piece].items():
-            if name in self._values:
-                values = self._values[name]
-                taken[name] = values[places.reads].detach().requires_grad_(torch.is_grad_enabled())
-        return Context(taken, {name: places.wanted for name, places in self._places[piece].items()})
+        for name, reads in self._exchange.reads[piece].items():
+            parts = [self._values[read.giver][name][read.entries] for read in reads]
+            if parts:
+                both = parts[0] if len(parts) == 1 else torch.cat(parts)
+                taken[name] = both.detach().requires_grad_(torch.is_grad_enabled())
+        return Context(taken, self._exchange.wanted[piece])
 
     def keep(self, piece: int, context: Context) -> None:
         """Keeps what a piece gave, for the pieces behind it."""
-        for name, given in context.given.items():
-            if name not in self._values:
-                self._values[name] = given.new_empty(self._sizes[name], *given.shape[1:])
-            self._values[name][self._places[piece][name].gives] = given.detach()
+        self._values[piece] = {name: given.detach() for name, given in context.given.items()}
+
+    def changes(self, piece: int, context: Context) -> Tensor | None:
+        """bool []: whether the piece gave other bits than before; None where it gives nothing."""
+        kept = self._values[piece]
+        flags = [_differ(given.detach(), kept[name]).any() for name, given in context.given.items()]
+        return torch.stack(flags).any() if flags else None
 
     def roots(self, piece: int, context: Context) -> list[tuple[Tensor, Tensor]]:
         """What a piece gave, with the gradients that the pieces behind it left."""
+        grads = self._grads.get(piece, {})
         return [
-            (given, self._grads[name][self._places[piece][name].gives].to(given.dtype))
+            (given, grads[name].to(given.dtype))
             for name, given in context.given.items()
-            if given.requires_grad and name in self._grads
+            if given.requires_grad and name in grads
         ]
 
     def collect(self, piece: int, context: Context) -> None:
-        """Adds the gradients of what a piece took."""
+        """Adds the gradients of what a piece took; every entry once, so the order of additions is fixed."""
         for name, taken in context.taken.items():
-            if taken.grad is None or not len(taken):
+            if taken.grad is None:
                 continue
-            if name not in self._grads:
-                dtype = torch.promote_types(taken.dtype, torch.float32)
-                self._grads[name] = taken.new_zeros(self._sizes[name], *taken.shape[1:], dtype=dtype)
-            reads = self._places[piece][name].reads
-            grad = taken.grad.to(self._grads[name].dtype)
-            if isinstance(reads, slice):
-                self._grads[name][reads] += grad
-            else:  # every row once, so the order of additions is fixed
-                self._grads[name].index_add_(0, reads, grad)
+            reads = self._exchange.reads[piece][name]
+            grads = torch.split(taken.grad, [read.count for read in reads])
+            for read, grad in zip(reads, grads, strict=True):
+                total = self._grads_of(read.giver, name)
+                if isinstance(read.entries, slice):
+                    total[read.entries] += grad
+                else:
+                    total.index_add_(0, read.entries, grad.to(total.dtype))
             taken.grad = None
+
+    def _grads_of(self, giver: int, name: str) -> Tensor:
+        grads = self._grads.setdefault(giver, {})
+        if name not in grads:
+            values = self._values[giver][name]
+            grads[name] = torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
+        return grads[name]
+
+    def drop(self, piece: int) -> None:
+        """Forgets what a piece gave, and the gradients of it."""
+        self._values.pop(piece, None)
+        self._grads.pop(piece, None)
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    """bool: where values differ; what is not a number equals itself."""
+    return (a != b) & ~(a.isnan() & b.isnan())

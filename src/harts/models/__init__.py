@@ -7,7 +7,7 @@ from harts.models.presets import PRESETS, tiny_model
 from harts.models.recompute import recompute_activations
 from harts.models.routing import RouterConfig, RouterOutput
 from harts.models.scores import Scores
-from harts.models.scoring import logprobs, score_tree
+from harts.models.scoring import backward, logprobs, score_tree
 
 __all__ = [
     "PRESETS",
@@ -16,6 +16,7 @@ __all__ = [
     "RouterOutput",
     "Scores",
     "attach",
+    "backward",
     "default_kernels",
     "detach",
     "logprobs",

@@ -3,11 +3,15 @@
 Shape suffixes: N tokens of all trajectories, D channels, K most likely tokens.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
+from harts.layout import PackedTree
 from harts.models.routing import RouterConfig, RouterOutput
 
 __all__ = ["Extras", "Scores"]
@@ -47,3 +51,19 @@ class Scores:
     hidden_N: Tensor | None = None
     top_logprobs_NK: Tensor | None = None
     top_ids_NK: Tensor | None = None
+
+    def of(self, trajectories: Sequence[int], packed: PackedTree) -> "Scores":
+        """The same of some of the trajectories, their tokens one after the other; `router` stays that of all.
+
+        Args:
+            trajectories: indices, in the order wanted.
+            packed: whose tokens these are.
+        """
+
+        def pick(values: Tensor) -> Tensor:
+            parts = packed.split(values)
+            return torch.cat([parts[index] for index in trajectories])
+
+        of_tokens = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        picked: dict[str, Any] = {name: pick(value) for name, value in of_tokens.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **picked)
