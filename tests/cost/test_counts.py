@@ -95,7 +95,7 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
     assert forward_flops({**EXPERTS, "mlp_only_layers": [0]}).rows == (sparse.rows + dense.rows) / 2
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5TextConfig", "Qwen3Config", "LlamaConfig"])
+@pytest.mark.parametrize("name", ["Qwen3_5TextConfig", "Qwen3Config", "LlamaConfig", "Qwen2Config", "Olmo2Config"])
 def test_flops_per_row_are_twice_the_parameters(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")

@@ -304,6 +304,8 @@ def test_options_that_sharing_would_change_are_refused() -> None:
     sliding = tiny_model("tiny-qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=0)
     with pytest.raises(ValueError, match="sliding_attention"):
         harts.attach(sliding)
+    with pytest.raises(ValueError, match=r"config\.sliding_window = 8"):
+        harts.attach(tiny_model("tiny-mistral", sliding_window=8))
     dynamic = tiny_model("tiny-llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ValueError, match="rope_type 'dynamic'"):
         harts.attach(dynamic)

@@ -104,6 +104,13 @@ def _hybrid(module: str, attention: str, linear: str, twin: str) -> dict[str, La
     }
 
 
+_PLAIN: tuple[tuple[str, str, Callable[[torch.device], Any] | None], ...] = (
+    ("mistral", "Mistral", _ready_made_mask),
+    ("qwen2", "Qwen2", None),
+    ("olmo2", "Olmo2", _ready_made_mask),
+)
+"""Full causal attention in every layer and a gated MLP: model type, stem of its classes, mask."""
+
 FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
         layers=_hybrid(
@@ -116,6 +123,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(layers=_attention("qwen3.modeling_qwen3:Qwen3Attention")),
     "llama": Family(layers=_attention("llama.modeling_llama:LlamaAttention"), mask=_ready_made_mask),
+    **{
+        name: Family(layers=_attention(f"{name}.modeling_{name}:{stem}Attention"), mask=mask)
+        for name, stem, mask in _PLAIN
+    },
     "lfm2": Family(
         layers={
             **_attention("lfm2.modeling_lfm2:Lfm2Attention"),

@@ -48,6 +48,9 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-qwen3.5": ("Qwen3_5Text", {**_HYBRID, **_THREE_SECTIONS}),
     "tiny-qwen3": ("Qwen3", {"num_hidden_layers": 2}),
     "tiny-llama": ("Llama", {"num_hidden_layers": 2}),
+    "tiny-mistral": ("Mistral", {"num_hidden_layers": 2, "sliding_window": None}),
+    "tiny-qwen2": ("Qwen2", {"num_hidden_layers": 2}),
+    "tiny-olmo2": ("Olmo2", {"num_hidden_layers": 2}),
     "tiny-lfm2": (
         "Lfm2",
         {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "conv_bias": True},
