@@ -268,7 +268,7 @@ def test_recomputation_counts_once_and_gives_the_same_gradients(family: str, mon
         return routing
 
     monkeypatch.setattr(routing_module, "router_sums", counted)
-    monkeypatch.setattr("harts.models.scoring.start_routing", started)
+    monkeypatch.setattr("harts.models.scorer.start_routing", started)
     recompute(model)
     values, router = routed(model, packed, both_losses())
     loss = values.sum() + router.aux_loss()
