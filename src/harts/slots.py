@@ -17,7 +17,19 @@ from harts.plan import Plan, make_plan
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
 
-__all__ = ["Microbatch", "lay_out", "microbatches"]
+__all__ = ["PADDING", "Microbatch", "lay_out", "microbatches"]
+
+
+PADDING = Trajectory(
+    token_ids=np.zeros(1, np.int32),
+    loss_mask=np.zeros(1, np.bool_),
+    id="padding row",
+    group="padding row",
+    logprobs=np.zeros(1),
+    ref_logprobs=np.zeros(1),
+    advantages=np.zeros(1),
+)
+"""One token that is not trained: what a replica runs that has nothing left to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,17 +107,6 @@ def lay_out(tree: PrefixTree, plan: Plan, rank: int, *, device: torch.device | s
     made = []
     for slot in plan.microbatches:
         indices = slot[rank].trajectories
-        subtree = tree.subset(indices) if indices else PrefixTree.build([_PADDING])
+        subtree = tree.subset(indices) if indices else PrefixTree.build([PADDING])
         made.append(Microbatch(indices, subtree.trajectories, pack(subtree, device=device)))
     return made
-
-
-_PADDING = Trajectory(
-    token_ids=np.zeros(1, np.int32),
-    loss_mask=np.zeros(1, np.bool_),
-    id="padding row",
-    group="padding row",
-    logprobs=np.zeros(1),
-    ref_logprobs=np.zeros(1),
-    advantages=np.zeros(1),
-)

@@ -87,12 +87,19 @@ class Whole:
             self._routers.append(dataclasses.replace(outcome.router, statistics=statistics))
 
     def roots(self, piece: int, outcome: Outcome, grads: Mapping[str, Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """A piece's tensors with their gradients, out of those of the whole."""
+        """A piece's tensors with their gradients, out of those of the whole.
+
+        Log-probabilities are always among them: FSDP gathers a layer for its backward where its output gets a gradient.
+        """
         found = []
         for name, value in outcome.tensors().items():
             grad = grads.get(name)
-            if grad is not None and value.requires_grad and value.numel():
+            if not value.requires_grad:
+                continue
+            if grad is not None:
                 found.append((value, grad if name in _OF_ROUTERS else grad[self._place(name, piece)]))
+            elif name == "logprobs_M":
+                found.append((value, torch.zeros_like(value)))
         return found
 
     def changes(self, piece: int, outcome: Outcome) -> Tensor | None:

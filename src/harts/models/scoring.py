@@ -10,6 +10,7 @@ from harts.models.cuts import kept_in_one_sweep, kept_in_two_sweeps, piece_start
 from harts.models.heads import to_tokens
 from harts.models.scorer import Scorer
 from harts.models.scores import Extras, Scores
+from harts.models.sharded import most, process_groups
 from harts.models.streaming import Stream, SumOfLosses, in_one_sweep, in_two_sweeps
 from harts.ops.kernels import Kernels
 
@@ -55,7 +56,9 @@ def logprobs(
     With a `token_budget` a batch of any size goes in one call: a larger tree runs in pieces of at most so many rows,
     whose activations are kept for one piece at a time. The backward runs the pieces once more, last to first, and adds
     the gradients to `.grad` of the parameters, as reentrant checkpointing does: call `backward()`, once;
-    `torch.autograd.grad` finds nothing. Log-probabilities have the bits of a tree that runs whole.
+    `torch.autograd.grad` finds nothing. Log-probabilities have the bits of a tree that runs whole. Where FSDP2 shards
+    the model over several processes, all of them give a `token_budget` or none does, and those with fewer pieces run
+    padding rows in lock step with the others.
 
     Args:
         model: a model that `harts.attach` was called on.
@@ -96,11 +99,17 @@ def score_tree(
     packed = lay_out_batch(batch, model)
     check_token_budget(token_budget)
     scorer = Scorer(model, packed, kernels, extras)
-    if token_budget is None or packed.num_rows <= token_budget:
+    starts = [0] if token_budget is None else piece_starts(packed.tree, token_budget)
+    groups = [] if token_budget is None else process_groups(scorer.whole)
+    runs = most(len(starts), groups, packed.device)
+    if token_budget is None or runs == 1:
         parts, router = scorer.run(packed)
         return to_tokens(parts, packed, router)
-    stream = Stream(scorer, packed, piece_starts(packed.tree, token_budget))
-    return in_two_sweeps(stream, kept_in_two_sweeps([piece.num_rows for piece in stream.pieces], token_budget))
+    stream = Stream(scorer, packed, starts)
+    padding = runs - len(starts)
+    kept = kept_in_two_sweeps([*(piece.num_rows for piece in stream.pieces), *[1] * padding], token_budget)
+    fewest = -most(-len(kept), groups, packed.device)
+    return in_two_sweeps(stream, range(runs - fewest, runs), padding)
 
 
 def backward(
@@ -132,7 +141,8 @@ def backward(
 
     Raises:
         ValueError: see `logprobs`; or gradients are off, or the loss is no single number with a gradient, or the
-            routers have an auxiliary loss, which is no sum over trajectories (take `logprobs` there).
+            routers have an auxiliary loss, which is no sum over trajectories, or several processes share the model
+            (take `logprobs` there).
     """
     if not torch.is_grad_enabled():
         raise ValueError("backward: expected gradients to be on, got torch.no_grad or inference mode; leave it")
@@ -145,6 +155,11 @@ def backward(
     packed = lay_out_batch(batch, model)
     check_token_budget(token_budget)
     scorer = Scorer(model, packed, kernels, extras)
+    if process_groups(scorer.whole):
+        raise ValueError(
+            "backward: expected a model that one process holds, got one sharded over several, whose pieces must run in "
+            "lock step; use harts.logprobs with a token_budget"
+        )
     stream = Stream(scorer, packed, subtree_starts(packed.tree, token_budget))
     rows = [piece.num_rows for piece in stream.pieces]
     return in_one_sweep(stream, loss, kept_in_one_sweep(rows, stream.done_after, token_budget))

@@ -9,15 +9,26 @@ FSDP also copies every dataclass among a module's arguments, for each module ane
 routings are written to, so they travel sealed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Sealed", "check_gathered", "compute_device", "compute_dtype", "find_whole", "run_whole", "unseal"]
+__all__ = [
+    "Sealed",
+    "check_gathered",
+    "compute_device",
+    "compute_dtype",
+    "find_whole",
+    "most",
+    "process_groups",
+    "run_whole",
+    "unseal",
+]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -117,6 +128,35 @@ def compute_device(model: nn.Module) -> torch.device:
     for state in _states(model):
         return state._device  # type: ignore[no-any-return]
     return next(model.parameters()).device
+
+
+def process_groups(whole: nn.Module | None) -> list[dist.ProcessGroup]:
+    """Those that the parameters are sharded over, or replicated; empty where one process holds all.
+
+    Args:
+        whole: from `find_whole`.
+    """
+    for state in () if whole is None else _states(whole):
+        if state._fsdp_param_group is not None:
+            mesh = state._fsdp_param_group.mesh_info.mesh
+            return mesh.get_all_groups() if mesh.size() > 1 else []
+    return []
+
+
+def most(value: int, groups: Sequence[dist.ProcessGroup], device: torch.device) -> int:
+    """The largest value over all processes; every one of them calls this.
+
+    Args:
+        value: of this one.
+        groups: from `process_groups`.
+        device: where they talk.
+    """
+    if not groups:
+        return value
+    largest = torch.tensor(value, device=device)
+    for group in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return int(largest)
 
 
 def _states(model: nn.Module) -> Iterator[Any]:

@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from harts.layout import PackedTree
+from harts.layout import PackedTree, pack
 from harts.mixers import Context, Exchange, Store
 from harts.models.cuts import done_after
 from harts.models.heads import to_tokens
 from harts.models.outcomes import Outcome, Whole
 from harts.models.scorer import Scorer
 from harts.models.scores import Scores
+from harts.slots import PADDING
+from harts.tree import PrefixTree
 
 __all__ = ["Stream", "SumOfLosses", "in_one_sweep", "in_two_sweeps"]
 
@@ -111,6 +113,16 @@ class Stream:
             store.collect(piece, run.contexts[layer])
         self.forget(piece)
 
+    def pad(self, *, keep: bool) -> Tensor:
+        """Runs a padding row, for processes that run more pieces than this one; gives no entries, with their graph.
+
+        Args:
+            keep: whether they have one.
+        """
+        row = pack(PrefixTree.build([PADDING]), device=self.packed.device)
+        with torch.set_grad_enabled(keep), self._autocast():
+            return self._scorer.run(row)[0].logprobs_M
+
     def forget(self, piece: int) -> None:
         """Drops what a piece gave to others."""
         for store in self._stores:
@@ -137,12 +149,13 @@ class Stream:
             )
 
 
-def in_two_sweeps(stream: Stream, keep: Collection[int] = ()) -> Scores:
+def in_two_sweeps(stream: Stream, keep: Collection[int] = (), padding: int = 0) -> Scores:
     """Runs all pieces forward; the backward of the result runs all backward, and adds to `.grad` of parameters.
 
     Args:
         stream: fresh.
-        keep: pieces whose graph is kept, where gradients are on.
+        keep: pieces whose graph is kept, where gradients are on; padding is counted on from the last piece.
+        padding: padding rows that run after the pieces.
     """
     if not (torch.is_grad_enabled() and stream.is_trained):
         for piece in range(len(stream.pieces)):
@@ -150,9 +163,11 @@ def in_two_sweeps(stream: Stream, keep: Collection[int] = ()) -> Scores:
             for other, after in enumerate(stream.done_after):
                 if after == piece:
                     stream.forget(other)
+        for _ in range(padding):
+            stream.pad(keep=False)
         return _to_scores(stream, stream.whole.values)
     anchor = torch.zeros((), requires_grad=True)  # makes the outputs differentiable
-    given = _TwoSweeps.apply(anchor, stream, frozenset(keep))  # type: ignore[no-untyped-call]
+    given = _TwoSweeps.apply(anchor, stream, frozenset(keep), padding)  # type: ignore[no-untyped-call]
     return _to_scores(stream, dict(zip(stream.whole.names, given, strict=True)))
 
 
@@ -160,25 +175,33 @@ class _TwoSweeps(torch.autograd.Function):
     """As reentrant checkpointing: its backward runs others, which add to `.grad`."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, stream: Stream, keep: Collection[int]) -> tuple[Tensor, ...]:
-        for piece in range(len(stream.pieces)):
+    def forward(ctx: Any, anchor: Tensor, stream: Stream, keep: Collection[int], padding: int) -> tuple[Tensor, ...]:
+        pieces = len(stream.pieces)
+        for piece in range(pieces):
             stream.forward(piece, keep=piece in keep)
         ctx.stream = stream
+        ctx.padded = [stream.pad(keep=piece in keep) for piece in range(pieces, pieces + padding)]
         return tuple(stream.whole.values[name].detach().clone() for name in stream.whole.names)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         stream, ctx.stream = ctx.stream, None
+        padded, ctx.padded = ctx.padded, []
         if stream is None:
             raise RuntimeError(
                 "harts.logprobs: expected one backward through a tree in pieces, got a second one; call "
                 "harts.logprobs again"
             )
+        while padded:
+            value = padded.pop()
+            if not value.requires_grad:
+                value = stream.pad(keep=True)
+            torch.autograd.backward(value, torch.zeros_like(value))
         by_name = dict(zip(stream.whole.names, grads, strict=True))
         for piece in reversed(range(len(stream.pieces))):
             stream.backward(piece, by_name)
-        return None, None, None
+        return None, None, None, None
 
 
 def in_one_sweep(stream: Stream, loss: SumOfLosses, keep: Collection[int]) -> tuple[Tensor, Scores]:
