@@ -220,3 +220,10 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, state_dict=weights)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"came none for model\.layers\.1\.mlp\.down_proj\.weight and 2 others"):
         load_saved(tmp_path, dtype=torch.float32)
+
+
+def test_dropout_of_residuals_is_refused() -> None:
+    model = harts.attach(tiny_model("tiny-qwen3")).train()
+    model.get_submodule("model.layers.0.mlp").residual_dropout = 0.1  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp: .* with residual_dropout=0\.1"):
+        harts.logprobs(model, [harts.Trajectory(token_ids=[1, 2], loss_mask=[0, 1])])

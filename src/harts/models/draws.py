@@ -21,6 +21,7 @@ _RATES = (
     "drop_prob",
     "drop_path",
     "hidden_dropout",
+    "residual_dropout",
     "dropout_p",
     "dropout_prob",
     "attention_dropout_prob",
