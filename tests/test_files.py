@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,3 +92,30 @@ def test_a_cost_model_of_another_model_names_its_file(tmp_path: Path) -> None:
     CostModel(time=CostModel.of_rows().time, unit="rows", model="one").save(path)
     with pytest.raises(ValueError, match=r"cost\.json: cost model: expected one of two, came one of one"):
         CostModel.load(path, model="two")
+
+
+def test_temporary_files_of_killed_processes_go_with_the_next_write(tmp_path: Path) -> None:
+    killed = subprocess.Popen(
+        [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path / "a.txt")], stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "writing\n"
+    (left,) = tmp_path.iterdir()
+    write_text(tmp_path / "a.txt", "while it runs")
+    assert left.exists()
+    killed.kill()
+    killed.communicate()
+    write_text(tmp_path / "b.txt", "another file's")
+    assert left.exists()
+    write_text(tmp_path / "a.txt", "new")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.txt", "b.txt"]
+
+
+_WRITES_FOR_EVER = """
+import sys, time
+from harts.files import replacing
+with replacing(sys.argv[1]) as temporary:
+    temporary.write_text("half")
+    print("writing", flush=True)
+    time.sleep(600)
+"""

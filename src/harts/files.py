@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -22,6 +23,30 @@ def check_target(path: str | PathLike[str]) -> None:
         raise ValueError(f"{target}: expected the name of a file, came a folder; name a file in it")
 
 
+def _prefix(target: Path) -> str:
+    return f".{target.name}.{platform.node()}-"
+
+
+def _remove_left_over(target: Path) -> None:
+    """Removes temporary files of `target` whose processes, all of this host, were killed before they could."""
+    prefix = _prefix(target)
+    for name in os.listdir(target.parent):
+        number = name.removeprefix(prefix).removesuffix(".tmp")
+        if name == f"{prefix}{number}.tmp" and number.isdecimal() and not _runs(int(number)):
+            with contextlib.suppress(OSError):
+                (target.parent / name).unlink()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True  # another user's
+    return True
+
+
 @contextlib.contextmanager
 def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     """A temporary path beside `path`: what is written there takes the name `path` at the end, and goes on an error.
@@ -32,7 +57,8 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     """
     check_target(path)
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    _remove_left_over(target)
+    temporary = target.with_name(f"{_prefix(target)}{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.replace(target)

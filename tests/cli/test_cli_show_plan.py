@@ -149,3 +149,37 @@ def test_explain_names_duplicates_and_survives_markup(tmp_path: Path) -> None:
     assert "other words" in text
     assert "Only token ids were compared" in text
     assert "[red]g[/" in text
+
+
+# -- text from data -----------------------------------------------------------------------------------------------
+
+
+def test_text_from_data_is_neither_markup_nor_obeyed_by_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {
+            "id": f"[/b]\x1b[31m{n}",
+            "group": "[INST][/b]\u202egroup",
+            "token_ids": [1, 2, 3 + n, 4],
+            "loss_mask": [0, 1, 1, 1],
+        }
+        for n in (0, 0, 1)
+    ]
+    rows[1]["id"] = "same\x07"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for arguments in (("inspect",), ("inspect", "--explain"), ("show",)):
+        text = run(arguments[0], path, *arguments[1:]).output
+        assert not {"\x1b", "\x07", "\u202e"} & set(text), arguments
+        if arguments[0] == "inspect":
+            assert "[INST][/b]\\u202egroup" in text, arguments
+        else:
+            assert "[/b]\\x1b[31m1" in text
+    failed = run("inspect", tmp_path / "[/b]\x1b.jsonl", code=2).stderr
+    assert "[/b]\\x1b.jsonl" in failed
+    assert "\x1b" not in failed
+
+
+def test_show_refuses_a_name_that_is_no_page_before_it_reads(tmp_path: Path) -> None:
+    refused = run("show", tmp_path / "not-there.jsonl", "-o", tmp_path / "x.txt", code=2).stderr
+    assert "expected -o with a name that ends in .html or .htm, got 'x.txt'" in " ".join(refused.split())
+    assert not list(tmp_path.iterdir())

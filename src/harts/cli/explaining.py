@@ -5,6 +5,7 @@ from rich.text import Text
 
 from harts.cli import output
 from harts.explain import REMEDIES, Miss, Report, Sizes
+from harts.viz.escapes import escaped
 
 __all__ = ["render"]
 
@@ -108,7 +109,7 @@ def _finding(miss: Miss) -> Text:
         line.append(f"[{_cut(_visible(example.text_a))}]", style="green")
         line.append(f"[{_cut(_visible(example.text_b))}]", style="red")
         line.append(f"{_visible((example.after or '')[: _TEXT // 2])}…\n", style="dim")
-    line.append(f"           {example.a}\n           {example.b}\n", style="dim")
+    line.append(f"           {escaped(example.a)}\n           {escaped(example.b)}\n", style="dim")
     line.append(f"           groups: {_few(miss.groups)}", style="dim")
     return line
 
@@ -138,7 +139,7 @@ def _groups(console: Console, report: Report, most: int) -> None:
     for group in listed:
         sizes, why = group.sizes, group.partings
         table.add_row(
-            Text(group.name or "-"),
+            Text(escaped(group.name) or "-"),
             *(shown(value) for value in (group.trajectories, sizes.per_call, sizes.prefix, sizes.tree)),
             f"{sizes.per_call / sizes.tree:.2f}",
             *(shown(value) for value in (group.duplicates, group.first_parting)),
@@ -150,7 +151,7 @@ def _groups(console: Console, report: Report, most: int) -> None:
 
 def _few(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(name or "-" for name in names[:_NAMES]) + more
+    return ", ".join(escaped(name) or "-" for name in names[:_NAMES]) + more
 
 
 def _visible(text: str) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from harts.blocks import Blocks
 from harts.cli import explaining, options, output
@@ -14,6 +15,7 @@ from harts.explain import explain as find_misses
 from harts.formats.decoding import decoder_for
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, count_rows_without_routes
+from harts.viz.escapes import escaped
 
 __all__ = ["describe", "inspect"]
 
@@ -150,5 +152,9 @@ def _render(console: Console, document: dict[str, Any], most: int) -> None:
         "trained",
     )
     for each in listed:
-        groups.add_row(each["group"] or "-", *(shown(each[name]) for name in columns), f"{each['trained_share']:.1%}")
+        groups.add_row(
+            Text(escaped(each["group"]) or "-"),
+            *(shown(each[name]) for name in columns),
+            f"{each['trained_share']:.1%}",
+        )
     console.print(groups)

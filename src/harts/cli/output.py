@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from harts.viz.escapes import escaped
+
 __all__ = ["complain", "emit", "finite", "key_values", "number", "table", "watch"]
 
 
@@ -33,7 +35,7 @@ def emit(document: Mapping[str, Any], as_json: bool, render: Callable[[Console],
 
 def complain(message: str) -> None:
     """Prints an error to standard error, in one line where it is one."""
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(message)}", highlight=False)
 
 
 @contextmanager
@@ -44,10 +46,10 @@ def watch(title: str) -> Iterator[Callable[[str], None]]:
     """
     console = Console(stderr=True, soft_wrap=True)
     if console.is_terminal:
-        with console.status(title) as status:
-            yield lambda message: status.update(f"{title}: {escape(message)}")
+        with console.status(escape(title)) as status:
+            yield lambda message: status.update(f"{escape(title)}: {_plain(message)}")
     else:
-        yield lambda message: console.print(f"{title}: {escape(message)}", highlight=False)
+        yield lambda message: console.print(f"{escape(title)}: {_plain(message)}", highlight=False)
 
 
 def table(title: str, *columns: str, left: int = 1) -> Table:
@@ -65,6 +67,11 @@ def key_values(title: str, values: Mapping[str, str]) -> Table:
     for name, value in values.items():
         made.add_row(name, value)
     return made
+
+
+def _plain(message: str) -> str:
+    """A message as it is: no part of it is markup, and a terminal obeys none of its characters but the line's end."""
+    return escape(escaped(message, keep="\n"))
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from harts.cli import options, output
+from harts.files import check_target
 from harts.formats.decoding import Decoder, decoder_for
 from harts.plan import make_plan
 from harts.tree import PrefixTree
@@ -37,6 +38,8 @@ def show(
     With -o FILE.html the same as a page to zoom, search and read, which needs no network. Rows of token ids are shown
     as text if --tokenizer names the tokenizer that made them.
     """
+    if out is not None:
+        _check_page(out)
     trajectories = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
     decoder = decoder_for(list(data), fmt=fmt, tokenizer=tokenizer)
     tree = PrefixTree.build(trajectories)
@@ -56,6 +59,15 @@ def show(
     if as_json:
         document["segments"] = _segments(tree, decoder)
     output.emit(document, as_json, lambda console: _render(console, document, tree, decoder, max_lines))
+
+
+def _check_page(out: Path) -> None:
+    """Refuses a name that does not say HTML: the page would lie in a file that opens as something else."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(
+            f"{out}: expected -o with a name that ends in .html or .htm, got {out.name!r}; show writes a page"
+        )
+    check_target(out)
 
 
 def _segments(tree: PrefixTree, decoder: Decoder | None) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def train(
     changes = {**{name: None if path is None else str(path) for name, path in paths.items()}, **numbers}
     settings = TrainConfig.load(config, {name: value for name, value in changes.items() if value is not None})
     console = Console(stderr=True, soft_wrap=True)
-    trainer = Trainer(settings, out, resume=resume, log=lambda line: console.print(line, highlight=False))
+    trainer = Trainer(settings, out, resume=resume, log=lambda line: console.print(line, highlight=False, markup=False))
     try:
         document = _run(trainer, console, look)
     except Interrupted as interrupted:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from harts.formats.decoding import Decoder
 from harts.tree import PrefixTree
+from harts.viz.escapes import escaped
 
 __all__ = ["draw_tree"]
 
@@ -133,7 +134,7 @@ class _Drawing:
         ids = [name for segment in run.segments for name in self.ending.get(segment, [])]
         if ids:
             more = f" +{len(ids) - _IDS}" if len(ids) > _IDS else ""
-            line.append(" " + ", ".join(_short(name) for name in ids[:_IDS]) + more, style="yellow")
+            line.append(" " + ", ".join(_short(escaped(name)) for name in ids[:_IDS]) + more, style="yellow")
         room = self.width - line.cell_len - 1
         if room > 8:
             line.append(" " + self._snippet(start, stop)[:room])
