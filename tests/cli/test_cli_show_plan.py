@@ -1,13 +1,15 @@
 """harts plan, harts show and harts inspect --explain."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from harts.cli import app
+from harts.cli import app, output
 from harts.formats import read
 from harts.plan import Plan, make_plan
 from harts.tree import PrefixTree
@@ -183,3 +185,12 @@ def test_show_refuses_a_name_that_is_no_page_before_it_reads(tmp_path: Path) -> 
     refused = run("show", tmp_path / "not-there.jsonl", "-o", tmp_path / "x.txt", code=2).stderr
     assert "expected -o with a name that ends in .html or .htm, got 'x.txt'" in " ".join(refused.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_titles_and_values_of_tables_are_no_markup() -> None:
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(output.key_values("cost model -> [/b].json", {"[INST]": "[/b]\x1b[31m"}))
+    text = console.export_text()
+    assert "cost model -> [/b].json" in " ".join(text.split())
+    assert "[INST]" in text
+    assert "[/b]\\x1b[31m" in text

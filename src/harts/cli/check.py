@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype
@@ -185,6 +186,6 @@ def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple
         )
     for name, each in compared:
         for failure in each.failures:
-            console.print(f"[bold red]fails[/] {name}: {failure}")
+            console.print(f"[bold red]fails[/] {escape(name)}: {escape(failure)}")
     if document["ok"]:
         console.print(f"[bold green]ok[/]: every law holds on {len(compared)} batches.")

@@ -53,8 +53,10 @@ def watch(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def table(title: str, *columns: str, left: int = 1) -> Table:
-    """An empty table; the first `left` columns hold words, the others numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    """An empty table; the first `left` columns hold words, the others numbers. No title is markup."""
+    made = Table(
+        title=_plain(title), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index < left else "right", overflow="fold", header_style="dim")
     return made
@@ -65,7 +67,7 @@ def key_values(title: str, values: Mapping[str, str]) -> Table:
     made = table(title, "", "", left=2)
     made.show_header = False
     for name, value in values.items():
-        made.add_row(name, value)
+        made.add_row(_plain(name), _plain(value))
     return made
 
 

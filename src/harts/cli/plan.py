@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from harts.cli import options, output
@@ -88,7 +89,7 @@ def _render(console: Console, made: Plan, document: dict[str, Any], most: int) -
     if most:
         _list_slots(console, made, most)
     for hint in made.hints:
-        console.print(f"[bold yellow]hint[/] {hint}")
+        console.print(f"[bold yellow]hint[/] {escape(hint)}")
     if "out" in document:
         console.print(f"written to {document['out']}", markup=False, highlight=False)
     if "ok" in document:
