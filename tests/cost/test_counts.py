@@ -95,11 +95,17 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
     assert forward_flops({**EXPERTS, "mlp_only_layers": [0]}).rows == (sparse.rows + dense.rows) / 2
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5TextConfig", "Qwen3Config", "LlamaConfig", "Qwen2Config", "Olmo2Config"])
+DENSE = "Qwen3_5Text,Qwen3,Llama,Mistral,Qwen2,Olmo2,Arcee,Ernie4_5,Gemma,Glm,Glm4,Granite,Helium,HunYuanDenseV1,"
+DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2"
+
+
+@pytest.mark.parametrize("name", [f"{stem}Config" for stem in DENSE.split(",")])
 def test_flops_per_row_are_twice_the_parameters(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    config: Any = getattr(transformers, name)(num_hidden_layers=4)
+    config: Any = getattr(transformers, name)(num_hidden_layers=4, tie_word_embeddings=False)
+    if getattr(config, "head_dim", 0) is None:  # Hunyuan's class has no default
+        config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     matrices = [p for key, p in model.named_parameters() if p.dim() >= 2 and "embed" not in key]

@@ -183,7 +183,8 @@ def test_a_target_belongs_to_the_piece_that_predicts_it() -> None:
     mask_N = packed.loss_mask_N
     assert torch.equal(seen_N.bool(), mask_N)
     assert seen_N.max() == 1
-    assert torch.equal(total_N[mask_N], whole[packed.target_of_N[mask_N]])
+    # a product's last bit depends on its number of rows on some processors
+    torch.testing.assert_close(total_N[mask_N], whole[packed.target_of_N[mask_N]], rtol=0, atol=1e-12)
 
 
 def test_a_missing_or_wrong_context_is_refused() -> None:

@@ -10,8 +10,8 @@ embedding's look-up are not. The formulas, per layer and row unless said otherwi
   per value head 2C x (3 key_dim + 2 value_dim) for K K^T, Q K^T and the triangular systems' products, and
   6 x key_dim x value_dim for reading and updating the state. Replayed rows repeat only the recurrence.
 - short convolution with two gates (LFM2): 2 x hidden x 4 hidden for its projections, and the taps.
-- MLP: 6 x hidden x intermediate; mixture of experts: that of the experts chosen per token, the shared expert and
-  the router.
+- MLP: 6 x hidden x intermediate, 4 x where it has no gate; mixture of experts: that of the experts chosen per token,
+  the shared expert and the router.
 - head: 2 x hidden x vocabulary for each trained row.
 
 A backward counts twice its forward.
@@ -28,6 +28,7 @@ from harts.cost.counts import Coefficients
 __all__ = ["forward_flops", "model_identity"]
 
 _GATED_QUERIES = ("qwen3_5", "qwen3_next")
+_PLAIN_MLP = ("arcee", "starcoder2")
 _LAYER_TYPES = {"full_attention", "linear_attention", "conv"}
 _IDENTITY_FIELDS = (
     "model_type",
@@ -162,7 +163,8 @@ def _mlp(sizes: _Sizes, layer: int, hidden: int) -> float:
     if sizes.get("block_auto_adjust_ff_dim", False):
         return 6.0 * hidden * _adjusted_width(sizes)
     if not experts or layer in sizes.get("mlp_only_layers", []) or (layer + 1) % every:
-        return 6.0 * hidden * sizes.need("intermediate_size")
+        products = 2 if sizes.get("model_type", "") in _PLAIN_MLP else 3
+        return 2.0 * products * hidden * sizes.need("intermediate_size")
     width: int = sizes.get("moe_intermediate_size", None) or sizes.need("intermediate_size")
     chosen = sizes.need("num_experts_per_tok")
     shared: int = sizes.get("shared_expert_intermediate_size", 0)

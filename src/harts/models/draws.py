@@ -22,6 +22,7 @@ _RATES = (
     "drop_path",
     "hidden_dropout",
     "residual_dropout",
+    "embedding_dropout",
     "dropout_p",
     "dropout_prob",
     "attention_dropout_prob",

@@ -104,12 +104,31 @@ def _hybrid(module: str, attention: str, linear: str, twin: str) -> dict[str, La
     }
 
 
-_PLAIN: tuple[tuple[str, str, Callable[[torch.device], Any] | None], ...] = (
-    ("mistral", "Mistral", _ready_made_mask),
-    ("qwen2", "Qwen2", None),
-    ("olmo2", "Olmo2", _ready_made_mask),
+_PLAIN: tuple[tuple[str, str], ...] = (
+    ("arcee", "Arcee"),
+    ("ernie4_5", "Ernie4_5"),
+    ("gemma", "Gemma"),
+    ("glm", "Glm"),
+    ("glm4", "Glm4"),
+    ("granite", "Granite"),
+    ("helium", "Helium"),
+    ("hunyuan_v1_dense", "HunYuanDenseV1"),
+    ("llama", "Llama"),
+    ("ministral3", "Ministral3"),
+    ("mistral", "Mistral"),
+    ("olmo", "Olmo"),
+    ("olmo2", "Olmo2"),
+    ("phi3", "Phi3"),
+    ("qwen2", "Qwen2"),
+    ("qwen3", "Qwen3"),
+    ("seed_oss", "SeedOss"),
+    ("smollm3", "SmolLM3"),
+    ("starcoder2", "Starcoder2"),
 )
-"""Full causal attention in every layer and a gated MLP: model type, stem of its classes, mask."""
+"""Full causal attention in every layer and a dense MLP: model type, stem of its classes."""
+
+_MASK_BY_TYPE = ("qwen2", "qwen3", "smollm3")
+"""Those of them that take a dictionary of masks."""
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
@@ -121,11 +140,12 @@ FAMILIES: dict[str, Family] = {
         ),
         fused="harts.models.qwen3_5:FUSED",
     ),
-    "qwen3": Family(layers=_attention("qwen3.modeling_qwen3:Qwen3Attention")),
-    "llama": Family(layers=_attention("llama.modeling_llama:LlamaAttention"), mask=_ready_made_mask),
     **{
-        name: Family(layers=_attention(f"{name}.modeling_{name}:{stem}Attention"), mask=mask)
-        for name, stem, mask in _PLAIN
+        name: Family(
+            layers=_attention(f"{name}.modeling_{name}:{stem}Attention"),
+            mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
+        )
+        for name, stem in _PLAIN
     },
     "lfm2": Family(
         layers={

@@ -51,6 +51,35 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-mistral": ("Mistral", {"num_hidden_layers": 2, "sliding_window": None}),
     "tiny-qwen2": ("Qwen2", {"num_hidden_layers": 2}),
     "tiny-olmo2": ("Olmo2", {"num_hidden_layers": 2}),
+    "tiny-arcee": ("Arcee", {"num_hidden_layers": 2}),
+    "tiny-ernie4.5": ("Ernie4_5", {"num_hidden_layers": 2}),
+    "tiny-gemma": ("Gemma", {"num_hidden_layers": 2, "pad_token_id": 0}),
+    "tiny-glm": ("Glm", {"num_hidden_layers": 2, "pad_token_id": 0}),
+    "tiny-glm4": ("Glm4", {"num_hidden_layers": 2, "pad_token_id": 0}),
+    "tiny-granite": (
+        "Granite",
+        {
+            "num_hidden_layers": 2,
+            "logits_scaling": 2.0,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "tiny-helium": ("Helium", {"num_hidden_layers": 2, "pad_token_id": 0}),
+    "tiny-hunyuan": ("HunYuanDenseV1", {"num_hidden_layers": 2}),
+    "tiny-ministral3": ("Ministral3", {"num_hidden_layers": 2, "sliding_window": None}),
+    "tiny-olmo": ("Olmo", {"num_hidden_layers": 2}),
+    "tiny-phi3": ("Phi3", {"num_hidden_layers": 2, "pad_token_id": 0, "sliding_window": None}),
+    "tiny-seed-oss": (
+        "SeedOss",
+        {"num_hidden_layers": 2, "residual_dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "tiny-smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),  # the fourth has no rotary embedding
+    "tiny-starcoder2": (
+        "Starcoder2",
+        {"num_hidden_layers": 2, "sliding_window": None, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
     "tiny-lfm2": (
         "Lfm2",
         {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "conv_bias": True},
