@@ -35,6 +35,7 @@ from harts.train.checkpoint import (
 from harts.train.clock import Mark
 from harts.train.config import TrainConfig
 from harts.train.metrics import MetricsFile, StepMetrics
+from harts.train.notices import notices
 from harts.train.parallel import Replicas
 from harts.train.planning import StepPlanner
 from harts.train.signals import signals_as_flag
@@ -90,6 +91,9 @@ class Trainer:
         self.log(f"reading {config.data}")
         self.trajectories = self._read()
         self.log(f"{len(self.trajectories):,} trajectories, {sum(map(len, self.trajectories)):,} tokens")
+        self.notices = notices(config, self.trajectories, requires=self.loss.requires)
+        for notice in self.notices:
+            self.log(f"note: {notice}")
         self.data_hash = data_hash(self.trajectories)
         self.saved_plan = self._load_plan()
         self.model = self._make_model()
