@@ -26,7 +26,14 @@ from harts.testing.trees import AWKWARD, random_trajectories, trajectories_strat
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
-FAMILIES = ["tiny-qwen3.5-moe", "tiny-qwen3-next", "tiny-qwen3-moe"]
+FAMILIES = [
+    "tiny-qwen3.5-moe",
+    "tiny-qwen3-next",
+    "tiny-qwen3-moe",
+    "tiny-mixtral",
+    "tiny-olmoe",
+    "tiny-qwen2-moe",
+]
 FAST = "tiny-qwen3-moe"
 SHAPES = [name for name in AWKWARD if name != "caterpillar"]
 CASES = [(FAMILIES[0], name) for name in SHAPES]

@@ -18,7 +18,14 @@ from harts.testing.trees import AWKWARD, random_trajectories
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, count_rows_without_routes
 
-FAMILIES = ["tiny-qwen3.5-moe", "tiny-qwen3-next", "tiny-qwen3-moe"]
+FAMILIES = [
+    "tiny-qwen3.5-moe",
+    "tiny-qwen3-next",
+    "tiny-qwen3-moe",
+    "tiny-mixtral",
+    "tiny-olmoe",
+    "tiny-qwen2-moe",
+]
 FAST = "tiny-qwen3-moe"
 EXPERTS, PER_TOKEN = 8, 3
 
@@ -40,7 +47,8 @@ def record(trajectories: list[Trajectory], layers: int, *, same: bool = False, s
 
 
 def score_forced(model: Any, trajectory: Trajectory) -> Tensor:
-    """Untouched code, in which a hook replays the routes: softmax over the recorded experts' logits alone (R3)."""
+    """Untouched code, in which a hook replays the routes: softmax over the recorded experts' logits alone (R3),
+    or over all where the model does so."""
     assert trajectory.routes is not None
     routes = torch.tensor(trajectory.routes, dtype=torch.int64)
     place = iter(range(routes.shape[1]))
@@ -50,6 +58,8 @@ def score_forced(model: Any, trajectory: Trajectory) -> Tensor:
         forced = routes[:, next(place)]
         recorded = forced[:, :1] >= 0
         replayed = logits.gather(1, forced.clamp(min=0)).softmax(-1)
+        if not getattr(router, "norm_topk_prob", True):
+            replayed = logits.softmax(-1).gather(1, forced.clamp(min=0))
         return logits, torch.where(recorded, replayed, weights), torch.where(recorded, forced, chosen)
 
     hooks = [layer.mlp.gate.register_forward_hook(replay) for layer in model.model.layers]

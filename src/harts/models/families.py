@@ -127,7 +127,14 @@ _PLAIN: tuple[tuple[str, str], ...] = (
 )
 """Full causal attention in every layer and a dense MLP: model type, stem of its classes."""
 
-_MASK_BY_TYPE = ("qwen2", "qwen3", "smollm3")
+_SPARSE: tuple[tuple[str, str], ...] = (
+    ("mixtral", "Mixtral"),
+    ("olmoe", "Olmoe"),
+    ("qwen2_moe", "Qwen2Moe"),
+)
+"""The same with experts, whose router takes the softmax over all and then the largest."""
+
+_MASK_BY_TYPE = ("qwen2", "qwen2_moe", "qwen3", "smollm3")
 """Those of them that take a dictionary of masks."""
 
 FAMILIES: dict[str, Family] = {
@@ -146,6 +153,14 @@ FAMILIES: dict[str, Family] = {
             mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
         )
         for name, stem in _PLAIN
+    },
+    **{
+        name: Family(
+            layers=_attention(f"{name}.modeling_{name}:{stem}Attention"),
+            mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
+            router=f"{_MODELS}.{name}.modeling_{name}:{stem}TopKRouter",
+        )
+        for name, stem in _SPARSE
     },
     "lfm2": Family(
         layers={

@@ -92,6 +92,18 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Qwen3Next",
         {**_HYBRID, "rope_parameters": _QUARTER_ROTARY, **_EXPERTS, "shared_expert_intermediate_size": 32},
     ),
+    "tiny-mixtral": (
+        "Mixtral",
+        {
+            "num_hidden_layers": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "experts_implementation": "eager",
+        },
+    ),
+    "tiny-olmoe": ("Olmoe", {"num_hidden_layers": 2, **_EXPERTS, "intermediate_size": 32, "norm_topk_prob": False}),
+    "tiny-qwen2-moe": ("Qwen2Moe", {"num_hidden_layers": 2, **_EXPERTS, "shared_expert_intermediate_size": 32}),
     "tiny-qwen3-moe": ("Qwen3Moe", {"num_hidden_layers": 2, **_EXPERTS}),
 }
 """Name -> (class stem in transformers, changes to the common config)."""
