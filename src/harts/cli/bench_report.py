@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from harts.cli import output
 from harts.files import check_target, write_text
@@ -141,12 +142,12 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
         for arm, found in each["arms"].items():
             if not found["agrees"]:
                 console.print(
-                    f"[bold red]fails[/] {each['workload']}, {arm}: its log-probs differ by "
+                    f"[bold red]fails[/] {escape(each['workload'])}, {arm}: its log-probs differ by "
                     f"{output.number(found['logprob_max_abs'])} from those of {found['compared_with']}; no speed is "
                     "shown. Run harts check with this model."
                 )
         for arm, why in each["left_out"].items():
-            console.print(f"{each['workload']}, {arm}: left out for want of {why}")
+            console.print(f"{escape(each['workload'])}, {arm}: left out for want of {why}")
 
 
 def _title(each: Mapping[str, Any]) -> str:

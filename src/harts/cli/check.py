@@ -173,7 +173,7 @@ def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple
         )
     console.print(results)
     if document["left_out"]:
-        names = ", ".join(document["left_out"])
+        names = escape(", ".join(document["left_out"]))
         console.print(f"\n[yellow]left out:[/] {names}: their data are not here; name their folder with --data-dir")
     console.print(
         f"\nLargest differences: log-prob {shown(document['logprob_max_abs'])}, entropy "
