@@ -53,10 +53,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_folder_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"no/{name}: expected a file in a folder that exists, came no folder .*/no;"):
+    with pytest.raises(ValueError, match=rf"no/{name}: expected a file in a folder that exists, got no folder .*/no;"):
         WRITERS[name](tmp_path / "no" / name)
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name}: expected the name of a file, came a folder"):
+    with pytest.raises(ValueError, match=f"{name}: expected the name of a file, got a folder"):
         WRITERS[name](tmp_path / name)
 
 
@@ -77,20 +77,20 @@ def test_what_the_writer_raises_comes_through(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("load", "command"), [(CostModel.load, "harts calibrate"), (Plan.load, "harts plan -o")])
 def test_files_that_cannot_be_read_are_named(load: Callable[[Path], object], command: str, tmp_path: Path) -> None:
-    for content, came in ((None, "came no such file"), ("{", "expected JSON"), (json.dumps({"format": "x"}), "format")):
+    for content, got in ((None, "got no such file"), ("{", "expected JSON"), (json.dumps({"format": "x"}), "format")):
         path = tmp_path / "it.json"
         if content is not None:
             path.write_text(content)
-        with pytest.raises(ValueError, match=rf"it\.json: .*{came}.*; write one with {command}"):
+        with pytest.raises(ValueError, match=rf"it\.json: .*{got}.*; write one with {command}"):
             load(path)
-    with pytest.raises(ValueError, match="came a folder"):
+    with pytest.raises(ValueError, match="got a folder"):
         load(tmp_path)
 
 
 def test_a_cost_model_of_another_model_names_its_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     CostModel(time=CostModel.of_rows().time, unit="rows", model="one").save(path)
-    with pytest.raises(ValueError, match=r"cost\.json: cost model: expected one of two, came one of one"):
+    with pytest.raises(ValueError, match=r"cost\.json: cost model: expected one of two, got one of one"):
         CostModel.load(path, model="two")
 
 

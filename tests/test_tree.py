@@ -168,7 +168,7 @@ def test_a_subset_keeps_what_the_whole_tree_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("indices", "message"), [([], "at least one"), ([0, 2], "came 2"), ([-1], "came -1"), ([1, 1], "twice")]
+    ("indices", "message"), [([], "at least one"), ([0, 2], "got 2"), ([-1], "got -1"), ([1, 1], "twice")]
 )
 def test_subsets_of_what_is_not_there_are_refused(indices: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

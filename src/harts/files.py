@@ -18,9 +18,9 @@ def check_target(path: str | PathLike[str]) -> None:
     """
     target = Path(path)
     if not target.parent.is_dir():
-        raise ValueError(f"{target}: expected a file in a folder that exists, came no folder {target.parent}; make it")
+        raise ValueError(f"{target}: expected a file in a folder that exists, got no folder {target.parent}; make it")
     if target.is_dir():
-        raise ValueError(f"{target}: expected the name of a file, came a folder; name a file in it")
+        raise ValueError(f"{target}: expected the name of a file, got a folder; name a file in it")
 
 
 def _prefix(target: Path) -> str:

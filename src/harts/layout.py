@@ -129,7 +129,7 @@ class PackedTree(OnDevice):
         """One view per trajectory of a tensor over the N tokens, in the order given to `PrefixTree.build`."""
         if values_N.shape[0] != self.num_tokens:
             raise ValueError(
-                f"values: expected one entry per token of all trajectories ({self.num_tokens}), came "
+                f"values: expected one entry per token of all trajectories ({self.num_tokens}), got "
                 f"{values_N.shape[0]}; pass what harts.logprobs returned for this packed tree"
             )
         return list(torch.split(values_N, self.lengths))
@@ -146,11 +146,11 @@ class PackedTree(OnDevice):
             ValueError: this is a piece already, or `starts` are not ascending rows from 0.
         """
         if not self.is_whole:
-            raise ValueError("pieces: expected a whole tree, came a piece of one; cut the tree it was cut from")
+            raise ValueError("pieces: expected a whole tree, got a piece of one; cut the tree it was cut from")
         edges = [*starts, self.num_rows]
         if edges[0] != 0 or any(stop <= start for start, stop in pairwise(edges)):
             raise ValueError(
-                f"starts: expected ascending rows below {self.num_rows}, the first one 0, came {list(starts)}"
+                f"starts: expected ascending rows below {self.num_rows}, the first one 0, got {list(starts)}"
             )
         heads = torch.searchsorted(self.head_row_U, torch.tensor(edges, device=self.device)).tolist()
         with torch.inference_mode(False):
@@ -204,7 +204,7 @@ def pack(tree: PrefixTree, *, key_cap: int | None = None, device: torch.device |
     if key_cap is None:
         key_cap = max(262_144, 2 * tree.num_rows)
     if key_cap < 1:
-        raise ValueError(f"key_cap: expected a positive number of rows, came {key_cap}; leave it out for the default")
+        raise ValueError(f"key_cap: expected a positive number of rows, got {key_cap}; leave it out for the default")
     tree = tree.reordered(row_order(tree))
     head_row_U, temperature_U, head_of_M, token_M, target_of_N = _targets(tree)
     with torch.inference_mode(False):  # a layout first used without gradients can be trained later

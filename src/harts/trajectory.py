@@ -115,8 +115,8 @@ class Trajectory:
             value.flags.writeable = False
         object.__setattr__(self, name, value)
 
-    def _error(self, name: str, expected: str, came: str, action: str) -> ValueError:
-        return ValueError(f"trajectory {self.name}, field {name}: expected {expected}, came {came}; {action}")
+    def _error(self, name: str, expected: str, got: str, action: str) -> ValueError:
+        return ValueError(f"trajectory {self.name}, field {name}: expected {expected}, got {got}; {action}")
 
     def _numeric(self, name: str, value: ArrayLike) -> NDArray[Any]:
         try:
@@ -124,8 +124,8 @@ class Trajectory:
         except ValueError as error:
             raise self._error(name, "numbers", "a ragged sequence", "pass one flat list") from error
         except (TypeError, RuntimeError) as error:  # a torch tensor in bf16, on a GPU or with a graph
-            came = f"something numpy cannot read ({error})"
-            raise self._error(name, "numbers", came, "pass tensor.detach().float().cpu()") from error
+            got = f"something numpy cannot read ({error})"
+            raise self._error(name, "numbers", got, "pass tensor.detach().float().cpu()") from error
         if array.dtype.kind not in "iufb":
             kind = f"values of type {array.dtype}"
             if array.dtype.kind == "O":
@@ -135,8 +135,8 @@ class Trajectory:
 
     def _check_length(self, name: str, array: NDArray[Any], length: int) -> None:
         if array.shape != (length,):
-            came = f"shape {list(array.shape)}" if array.ndim != 1 else f"{array.size} values"
-            raise self._error(name, f"one value per token ({length})", came, "give every token its value")
+            got = f"shape {list(array.shape)}" if array.ndim != 1 else f"{array.size} values"
+            raise self._error(name, f"one value per token ({length})", got, "give every token its value")
 
     def _integers(self, name: str, value: ArrayLike) -> NDArray[np.int64]:
         array = self._numeric(name, value) if not _is_empty(value) else np.zeros(0, np.int64)
@@ -168,28 +168,24 @@ class Trajectory:
     def _routes(self, length: int) -> NDArray[np.int16]:
         routes = self._numeric("routes", self.routes)  # type: ignore[arg-type]
         if routes.ndim != 3 or routes.shape[0] != length or 0 in routes.shape:
-            came = f"shape {list(routes.shape)}"
-            raise self._error(
-                "routes", f"shape [{length}, layers, experts per token]", came, "give every token its own"
-            )
+            got = f"shape {list(routes.shape)}"
+            raise self._error("routes", f"shape [{length}, layers, experts per token]", got, "give every token its own")
         if routes.dtype.kind not in "iu":
             raise self._error("routes", "integers", f"values of type {routes.dtype}", "convert them before")
         ordered = np.sort(routes, axis=-1)
         recorded = ordered[..., 0] >= 0
         missing = (ordered == -1).all(-1)
         repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & recorded
-        for bad, came in ((ordered[..., -1] > _MAX_EXPERT, "a larger one"), (repeated, "an expert twice")):
+        for bad, got in ((ordered[..., -1] > _MAX_EXPERT, "a larger one"), (repeated, "an expert twice")):
             if bad.any():
                 token, layer = np.argwhere(bad)[0].tolist()
                 expected = f"distinct experts in [0, {_MAX_EXPERT}]"
-                raise self._error(
-                    "routes", expected, f"{came} at position {token}, layer {layer}", "check the recorder"
-                )
+                raise self._error("routes", expected, f"{got} at position {token}, layer {layer}", "check the recorder")
         if not (recorded | missing).all():
             token, layer = np.argwhere(~(recorded | missing))[0].tolist()
-            came = f"{routes[token, layer].tolist()} at position {token}, layer {layer}"
+            got = f"{routes[token, layer].tolist()} at position {token}, layer {layer}"
             raise self._error(
-                "routes", "experts >= 0, or -1 in all where none is recorded", came, "set all of them to -1"
+                "routes", "experts >= 0, or -1 in all where none is recorded", got, "set all of them to -1"
             )
         return ordered.astype(np.int16, copy=False)
 

@@ -66,9 +66,9 @@ class PrefixTree:
             ValueError: no trajectory was given, or `share` is unknown.
         """
         if share not in ("tree", "prefix", "none"):
-            raise ValueError(f"share: expected 'tree', 'prefix' or 'none', came {share!r}")
+            raise ValueError(f"share: expected 'tree', 'prefix' or 'none', got {share!r}")
         if len(trajectories) == 0:
-            raise ValueError("trajectories: expected at least one, came none; there is nothing to train on")
+            raise ValueError("trajectories: expected at least one, got none; there is nothing to train on")
         symbols = merge_symbols(trajectories)
         raw = [array.tobytes() for array in symbols]
         # Any total order of symbols puts common prefixes side by side and a prefix before what continues it.
@@ -290,7 +290,7 @@ def _route_keys(trajectories: Sequence[Trajectory]) -> list[NDArray[Any] | int]:
         (one, _), (other, trajectory), *_ = shapes.items()
         raise ValueError(
             f"trajectory {trajectory.name}, field routes: expected {one[0]} layers and {one[1]} experts per token, as "
-            f"others have, came {other[0]} and {other[1]}; record all with one model"
+            f"others have, got {other[0]} and {other[1]}; record all with one model"
         )
     size = int(np.prod(next(iter(shapes))))
     factors = np.random.default_rng(0).integers(0, 2**64, size, np.uint64) | np.uint64(1)
@@ -374,12 +374,12 @@ def _distinct_rows(row_N: Ints, num_rows: int) -> tuple[Ints, Ints]:
 
 def _check_subset(index_X: Ints, num_trajectories: int) -> None:
     if index_X.ndim != 1 or len(index_X) == 0:
-        raise ValueError(f"trajectories: expected at least one index, came shape {list(index_X.shape)}; name some")
+        raise ValueError(f"trajectories: expected at least one index, got shape {list(index_X.shape)}; name some")
     if index_X.min() < 0 or index_X.max() >= num_trajectories:
         bad = int(index_X.min()) if index_X.min() < 0 else int(index_X.max())
-        raise ValueError(f"trajectories: expected indices in [0, {num_trajectories}), came {bad}; index this tree")
+        raise ValueError(f"trajectories: expected indices in [0, {num_trajectories}), got {bad}; index this tree")
     if len(np.unique(index_X)) < len(index_X):
         values, counts = np.unique(index_X, return_counts=True)
         raise ValueError(
-            f"trajectories: expected distinct indices, came {int(values[counts.argmax()])} twice; name each once"
+            f"trajectories: expected distinct indices, got {int(values[counts.argmax()])} twice; name each once"
         )

@@ -111,7 +111,7 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
         (["bench", "--model", "qwen3.5-4b", "--device", "cuda:99"], "device"),
         (["bench", "--fuse"], "fuse: expected a CUDA device"),
         (["bench", "--profile", "kernels.txt"], "profile: expected a CUDA device"),
-        (["bench", "--keep-attention", "--scale", "0.01"], "keep_attention: expected recomputation, came none"),
+        (["bench", "--keep-attention", "--scale", "0.01"], "keep_attention: expected recomputation, got none"),
         (["bench", "--recompute", "--keep-attention", "--scale", "0.01"], "expected attention by a flash kernel"),
         (["calibrate", "-o", "cost.json", "--keep-attention"], "expected attention by a flash kernel"),
         (["bench", "--model", "my-model", "--layers", "2"], "layers: expected none with a saved model"),
@@ -289,7 +289,7 @@ def test_bench_profiles_times_alone(tmp_path: Path) -> None:
     module = importlib.import_module("harts.cli.bench")
     fields = dict.fromkeys(field.name for field in dataclasses.fields(module._Job))
     job = module._Job(**{**fields, "gradients": True, "profile": tmp_path / "kernels.txt"})
-    with pytest.raises(ValueError, match="profile: expected times, whose calls it looks into, came --gradients"):
+    with pytest.raises(ValueError, match="profile: expected times, whose calls it looks into, got --gradients"):
         job.run([], None, None, 1.0, print)
 
 
@@ -355,7 +355,7 @@ def test_bench_keeps_the_ids_of_a_saved_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", str(path), "--model", str(tmp_path / "model")])
     assert result.exit_code == 2
     first = next(int(i) for i in read(path)[0].token_ids if i >= 100)
-    assert f"expected ids below the vocabulary size 100, came {first}" in " ".join(result.stderr.split())
+    assert f"expected ids below the vocabulary size 100, got {first}" in " ".join(result.stderr.split())
 
 
 def test_bench_names_the_machine_that_it_ran_on() -> None:

@@ -67,7 +67,7 @@ def test_least_squares_meet_the_conditions_of_an_optimum() -> None:
 
 def test_too_few_or_impossible_runs_are_refused() -> None:
     run = TimedRun(counts=Counts(rows=10, microbatches=1), seconds=0.1)
-    with pytest.raises(ValueError, match="at least 2 timed runs, came 1"):
+    with pytest.raises(ValueError, match="at least 2 timed runs, got 1"):
         CostModel.fit([run])
     for seconds in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="seconds: expected finite numbers above 0"):
@@ -86,7 +86,7 @@ def test_file_returns_the_model_and_refuses_another(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     fitted.save(path)
     assert CostModel.load(path, model=model_identity(CONFIG)) == fitted
-    with pytest.raises(ValueError, match="cost model: expected one of other 1x1, came one of llama 2x32"):
+    with pytest.raises(ValueError, match="cost model: expected one of other 1x1, got one of llama 2x32"):
         CostModel.load(path, model="other 1x1")
     CostModel.of_rows().check_model("any")  # fits every model
     assert [file.name for file in tmp_path.iterdir()] == ["cost.json"]

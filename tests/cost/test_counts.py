@@ -144,7 +144,7 @@ def test_identity_tells_models_apart_and_reads_the_text_part() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": None}, "hidden_size: expected an integer >= 1, came None"),
+        ({"hidden_size": None}, "hidden_size: expected an integer >= 1, got None"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"layer_types": ["full_attention"]}, "1 of them for 2 layers"),

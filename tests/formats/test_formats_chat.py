@@ -373,7 +373,7 @@ def test_templates_and_raw_rows_and_untrained_rows() -> None:
 def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer: expected one with a chat template"):
         read([CHAT], tokenizer=tokenizer(None))
-    with pytest.raises(ValueError, match="tokenizer: expected a directory or a transformers tokenizer, came int"):
+    with pytest.raises(ValueError, match="tokenizer: expected a directory or a transformers tokenizer, got int"):
         read([CHAT], tokenizer=3)
     with pytest.raises(ValueError, match=r"tokenizer .*: cannot load it"):
         read([CHAT], tokenizer=tmp_path)

@@ -64,7 +64,7 @@ def test_sharegpt() -> None:
     ]
     system = {"role": "system", "content": "S"}
     same({"conversations": turns, "system": "S"}, [system, USER, CALLING, RESULT, ANSWER])
-    with pytest.raises(ValueError, match=r"field conversations\[0\]\.from: expected one of human.* came 'narrator'"):
+    with pytest.raises(ValueError, match=r"field conversations\[0\]\.from: expected one of human.* got 'narrator'"):
         read([{"conversations": [{"from": "narrator", "value": "x"}]}])
     with pytest.raises(ValueError, match=r"field conversations\[0\]\.value: expected a call as JSON"):
         read([{"conversations": [{"from": "function_call", "value": "look()"}]}])

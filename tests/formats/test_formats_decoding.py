@@ -85,5 +85,5 @@ def test_the_decoder_follows_the_format(tmp_path: Path, tau_file: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a directory, came none of that name"):
+    with pytest.raises(ValueError, match="expected a directory, got none of that name"):
         decoder_for("any.jsonl", tokenizer=str(tmp_path / "none"))

@@ -98,12 +98,12 @@ def test_vllm_openai_responses() -> None:
 
 
 BAD_VLLM = [
-    ({"loss_mask": [1]}, "loss_mask", "expected no mask, came an unknown one"),
+    ({"loss_mask": [1]}, "loss_mask", "expected no mask, got an unknown one"),
     ({"prompt_token_ids": None}, "prompt_token_ids", "ask the server for return_token_ids"),
     ({"outputs": []}, "outputs", "a list of outputs"),
-    ({"outputs": [{"text": "c"}]}, "outputs[0].token_ids", "came none"),
+    ({"outputs": [{"text": "c"}]}, "outputs[0].token_ids", "got none"),
     ({"outputs": [{"token_ids": [3.5]}]}, "outputs[0].token_ids", "integer token ids"),
-    ({"outputs": [{"token_ids": [3], "logprobs": [-1.0, -2.0]}]}, "outputs[0].logprobs", "response token (1), came 2"),
+    ({"outputs": [{"token_ids": [3], "logprobs": [-1.0, -2.0]}]}, "outputs[0].logprobs", "response token (1), got 2"),
     ({"outputs": [{"token_ids": [3], "logprobs": [{"9": {"logprob": -1}}]}]}, "outputs[0].logprobs", "sampled token 3"),
     ({"outputs": [{"token_ids": [3], "logprobs": [None]}]}, "logprobs", "null at position 2"),
 ]
@@ -160,7 +160,7 @@ def test_sglang_prompt_from_its_logprobs() -> None:
 
 
 BAD_SGLANG = [
-    ({"input_ids": None}, "input_ids", "came none"),
+    ({"input_ids": None}, "input_ids", "got none"),
     (
         {"input_ids": None, "meta_info": {"prompt_tokens": 9, "input_token_logprobs": [[0, 1, ""]]}},
         "input_ids",
@@ -237,11 +237,11 @@ def test_trl_async_rows() -> None:
 
 BAD_TRL = [
     ({"completion_maks": [1, 0, 1], "reward_mask": [1]}, "reward_mask", "expected one of the masks attention_mask"),
-    ({"prompt_ids": None}, "prompt_ids", "came none"),
-    ({"env_mask": [1, 0]}, "env_mask", "completion token (3), came shape [2]"),
+    ({"prompt_ids": None}, "prompt_ids", "got none"),
+    ({"env_mask": [1, 0]}, "env_mask", "completion token (3), got shape [2]"),
     ({"env_mask": [1, 2, 0]}, "env_mask", "0/1"),
-    ({"logprobs": [-0.5]}, "logprobs", "completion token (3), came shape [1]"),
-    ({"advantages": [1.0]}, "advantages", "(3), came shape [1]"),
+    ({"logprobs": [-0.5]}, "logprobs", "completion token (3), got shape [1]"),
+    ({"advantages": [1.0]}, "advantages", "(3), got shape [1]"),
     ({"completion_ids": [3, 4.5, 5]}, "completion_ids", "integer"),
     ({"prompt_ids": [1, 2, 3], "prompt_mask": [1, 0, 1]}, "prompt_mask", "a hole at position 1"),
 ]
@@ -306,11 +306,11 @@ def test_verl_agent_loop_output() -> None:
 
 BAD_VERL = [
     ({"loss_mask": [1, 0, 1, 0]}, "loss_mask", "expected one of the masks attention_mask, response_mask"),
-    ({"prompts": None}, "prompts", "(or prompt_ids), came none"),
-    ({"attention_mask": [1] * 7}, "attention_mask", "prompt and response token (8), came shape [7]"),
+    ({"prompts": None}, "prompts", "(or prompt_ids), got none"),
+    ({"attention_mask": [1] * 7}, "attention_mask", "prompt and response token (8), got shape [7]"),
     ({"attention_mask": [0, 0, 1, 0, 1, 1, 1, 0]}, "attention_mask", "a hole at position 3"),
-    ({"response_mask": [1, 0, 1]}, "response_mask", "response token (4), came shape [3]"),
-    ({"rollout_log_probs": [0.0]}, "rollout_log_probs", "response token (4), came shape [1]"),
+    ({"response_mask": [1, 0, 1]}, "response_mask", "response token (4), got shape [3]"),
+    ({"rollout_log_probs": [0.0]}, "rollout_log_probs", "response token (4), got shape [1]"),
     ({"rollout_log_probs": [0.0, 0.0, float("nan"), 0.0]}, "logprobs", "nan at position 4"),
 ]
 
@@ -321,4 +321,4 @@ def test_bad_verl_rows(change: dict[str, Any], name: str, message: str) -> None:
 
 
 def test_padding_without_an_attention_mask_is_not_guessed() -> None:
-    refused({**VERL, "attention_mask": None}, "verl", "attention_mask", "came none")
+    refused({**VERL, "attention_mask": None}, "verl", "attention_mask", "got none")

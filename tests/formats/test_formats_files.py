@@ -75,7 +75,7 @@ def test_an_array_and_an_indented_object(tmp_path: Path) -> None:
     path.write_text(json.dumps(row("a"), indent=2))
     assert ids(path) == ["a"]
     path.write_text("[]")
-    with pytest.raises(ValueError, match="expected at least one row, came none"):
+    with pytest.raises(ValueError, match="expected at least one row, got none"):
         read(path)
     path.write_text(json.dumps([row("a"), {**row("b"), "token_ids": [1]}]))
     with pytest.raises(ValueError, match=r"x\.json, element 2: trajectory 'b'"):
@@ -104,5 +104,5 @@ def test_standard_input(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin)
     assert ids("-") == ["a", "b"]
     assert decoder_for(["-"]) is None
-    with pytest.raises(ValueError, match="-: expected at least one row, came an empty file"):
+    with pytest.raises(ValueError, match="-: expected at least one row, got an empty file"):
         read("-")

@@ -30,20 +30,20 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"weight": True}, "weight", "ignore_loss"),
     ({"audio": {"id": "x"}}, "audio", "remove it"),
     ({"tool_call": [CALL]}, "tool_call", "did you mean tool_calls?"),
-    ({"ignore_loss": 1}, "ignore_loss", "expected true or false, came 1"),
-    ({"ignore_loss": "false"}, "ignore_loss", "expected true or false, came 'false'"),
-    ({"reasoning_content": [{"text": "x"}]}, "reasoning_content", "expected a string, came list"),
+    ({"ignore_loss": 1}, "ignore_loss", "expected true or false, got 1"),
+    ({"ignore_loss": "false"}, "ignore_loss", "expected true or false, got 'false'"),
+    ({"reasoning_content": [{"text": "x"}]}, "reasoning_content", "expected a string, got list"),
     ({"tool_call_id": "1"}, "tool_call_id", "check the role"),
-    ({"content": 3}, "content", "expected text, came int"),
+    ({"content": 3}, "content", "expected text, got int"),
     ({"content": ["b"]}, "content[0]", "join the texts"),
-    ({"content": [{"type": "image", "text": "a cat"}]}, "content[0]", "came type 'image'"),
-    ({"content": [{"text": "b"}]}, "content[0]", "came type None"),
+    ({"content": [{"type": "image", "text": "a cat"}]}, "content[0]", "got type 'image'"),
+    ({"content": [{"text": "b"}]}, "content[0]", "got type None"),
     ({"content": [{"type": "text", "text": "b", "weight": 0}]}, "content[0].weight", "ignore_loss"),
-    ({"tool_calls": CALL}, "tool_calls", "expected a list of calls, came dict"),
-    ({"tool_calls": ["look"]}, "tool_calls[0]", "expected an object, came str"),
+    ({"tool_calls": CALL}, "tool_calls", "expected a list of calls, got dict"),
+    ({"tool_calls": ["look"]}, "tool_calls[0]", "expected an object, got str"),
     ({"tool_calls": [CALL | {"result": "x"}]}, "tool_calls[0].result", "remove it"),
     ({"tool_calls": [{"name": "look", "parameters": {}}]}, "tool_calls[0].parameters", "remove it"),
-    ({"tool_calls": [{"function": "look"}]}, "tool_calls[0].function", "expected an object, came str"),
+    ({"tool_calls": [{"function": "look"}]}, "tool_calls[0].function", "expected an object, got str"),
     ({"tool_calls": [{"function": {"name": "look", "args": {}}}]}, "tool_calls[0].function.args", "remove it"),
 ]
 
@@ -127,7 +127,7 @@ def test_a_tokenizer_that_is_no_directory_is_refused_at_once(
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asked)
     for use in (lambda: read([talk()], tokenizer=name), lambda: decoder_for([talk()], tokenizer=name)):
-        with pytest.raises(ValueError, match=rf"tokenizer '{name}': expected a directory, came"):
+        with pytest.raises(ValueError, match=rf"tokenizer '{name}': expected a directory, got"):
             use()
 
 

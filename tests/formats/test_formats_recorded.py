@@ -115,24 +115,24 @@ def test_no_record_is_none() -> None:
 
 
 BAD_VLLM: list[tuple[Any, str]] = [
-    (RECORD[:3], "expected 4 rows, for tokens 0 to 3 of 5 (the last one never ran), came 3 rows"),
-    (np.concatenate([RECORD, RECORD]), "came 8 rows"),
-    (RECORD[:, 0], "expected shape [tokens, layers, experts per token], came shape [4, 2]"),
-    (RECORD.astype(float).tolist(), "expected integers, came values of type float64"),
-    ([[[0, 1]], [[0, 1], [2, 3]]], "came ragged lists"),
-    ("no base64!", "expected base64, came "),
-    (npy(RECORD)[:40], "expected an .npy file, came a damaged one"),
-    (bare(RECORD), "expected its shape in routed_experts_shape beside it, came bare numbers alone"),
-    ({"bytes": "AA=="}, 'an object with "data" and "shape", came the members bytes'),
-    ({"data": bare(RECORD), "shape": [5, 2, 2]}, "expected 20 numbers, for shape [5, 2, 2], came 16 numbers"),
-    ({"data": bare(RECORD), "shape": [0, 2, 2]}, "came 16 numbers"),
-    ({"data": bare(RECORD), "shape": [4, 4]}, "came 1 rows"),
+    (RECORD[:3], "expected 4 rows, for tokens 0 to 3 of 5 (the last one never ran), got 3 rows"),
+    (np.concatenate([RECORD, RECORD]), "got 8 rows"),
+    (RECORD[:, 0], "expected shape [tokens, layers, experts per token], got shape [4, 2]"),
+    (RECORD.astype(float).tolist(), "expected integers, got values of type float64"),
+    ([[[0, 1]], [[0, 1], [2, 3]]], "got ragged lists"),
+    ("no base64!", "expected base64, got "),
+    (npy(RECORD)[:40], "expected an .npy file, got a damaged one"),
+    (bare(RECORD), "expected its shape in routed_experts_shape beside it, got bare numbers alone"),
+    ({"bytes": "AA=="}, 'an object with "data" and "shape", got the members bytes'),
+    ({"data": bare(RECORD), "shape": [5, 2, 2]}, "expected 20 numbers, for shape [5, 2, 2], got 16 numbers"),
+    ({"data": bare(RECORD), "shape": [0, 2, 2]}, "got 16 numbers"),
+    ({"data": bare(RECORD), "shape": [4, 4]}, "got 1 rows"),
     ({"data": bare(RECORD), "shape": "4x2x2"}, "a shape [layers, experts per token] or"),
     ({"data": bare(RECORD), "shape": [4, 0, 2]}, "a shape [layers, experts per token] or"),
     ({"data": bare(RECORD), "shape": [4, 2, 2], "dtype": "float32"}, "a dtype of uint8, int16, uint16, int32, int64"),
-    ({"data": "AAAA", "shape": [2, 2]}, "whole numbers of 4 bytes (int32), came 3 bytes"),
-    (envelope(RECORD, start=-1), "a first token >= 0, came -1"),
-    (np.zeros_like(RECORD), "expected experts, came 0 in all places of all tokens"),
+    ({"data": "AAAA", "shape": [2, 2]}, "whole numbers of 4 bytes (int32), got 3 bytes"),
+    (envelope(RECORD, start=-1), "a first token >= 0, got -1"),
+    (np.zeros_like(RECORD), "expected experts, got 0 in all places of all tokens"),
 ]
 
 
@@ -144,9 +144,9 @@ def test_bad_vllm_records(record: Any, message: str) -> None:
 def test_bad_prompts_apart() -> None:
     for rows in (2, 4):
         row = vllm(RECORD[3:], prompt_routed_experts=RECORD[:rows])
-        refused(row, "vllm", "prompt_routed_experts", f"3 rows, one per prompt token, came {rows} rows")
+        refused(row, "vllm", "prompt_routed_experts", f"3 rows, one per prompt token, got {rows} rows")
     row = vllm(RECORD[3:, :1], prompt_routed_experts=RECORD[:3])
-    refused(row, "vllm", "outputs[0].routed_experts", "2 layers and 2 experts per token", "came 1 and 2")
+    refused(row, "vllm", "outputs[0].routed_experts", "2 layers and 2 experts per token", "got 1 and 2")
     refused(vllm(None, prompt_routed_experts=RECORD[:3]), "vllm", "prompt_routed_experts", "expected 4 rows")
 
 
@@ -191,10 +191,10 @@ def test_sglang() -> None:
 def test_bad_sglang_records() -> None:
     name = "meta_info.routed_experts"
     refused(sglang(RECORD, shape=None), "sglang", name, "bare numbers alone", "num_hidden_layers")
-    refused(sglang(RECORD[:3]), "sglang", name, "expected 4 rows", "came 3 rows")
-    refused(sglang(RECORD, shape=[3, 2]), "sglang", name, "a multiple of 6 numbers, for shape [3, 2], came 16 numbers")
+    refused(sglang(RECORD[:3]), "sglang", name, "expected 4 rows", "got 3 rows")
+    refused(sglang(RECORD, shape=[3, 2]), "sglang", name, "a multiple of 6 numbers, for shape [3, 2], got 16 numbers")
     refused(sglang(RECORD, routed_experts_start_len=2), "sglang", name, "expected 2 rows, for tokens 2 to 3 of 5")
-    refused(sglang(RECORD, routed_experts_start_len="2"), "sglang", name, "a first token >= 0, came '2'")
+    refused(sglang(RECORD, routed_experts_start_len="2"), "sglang", name, "a first token >= 0, got '2'")
 
 
 # -- verl and padded batches ------------------------------------------------------------------------------------------
@@ -238,9 +238,9 @@ def test_verl_agent_loops_stop_recording_at_the_last_generation() -> None:
         expected = [*ROUTES[:rows].tolist(), *([[[-1, -1]] * 2] * (5 - rows))]
         assert routes_of({**row, "routed_experts": RECORD[:rows]}) == expected
     refused({**row, "routed_experts": RECORD[:2]}, "verl", "routed_experts", "3 to 5 rows, for tokens from 0 on, of 5")
-    refused({**row, "routed_experts": np.concatenate([RECORD, RECORD])}, "verl", "routed_experts", "came 8 rows")
+    refused({**row, "routed_experts": np.concatenate([RECORD, RECORD])}, "verl", "routed_experts", "got 8 rows")
     padded = {name: value[0] for name, value in BATCH.items()}
-    refused({**padded, "routed_experts": RECORD}, "verl", "routed_experts", "prompts and responses (8), came 4 rows")
+    refused({**padded, "routed_experts": RECORD}, "verl", "routed_experts", "prompts and responses (8), got 4 rows")
 
 
 def padded(routes: Any, **columns: Any) -> list[Trajectory]:
@@ -262,13 +262,13 @@ def test_from_padded_cuts_routes() -> None:
 
 def test_from_padded_refuses_routes_of_another_shape() -> None:
     for routes in (PADDED[:, 1:], PADDED[0], PADDED.astype(float)):
-        with pytest.raises(ValueError, match=r"^routes: expected integers of shape \[2, 8, 'layers', .*, came "):
+        with pytest.raises(ValueError, match=r"^routes: expected integers of shape \[2, 8, 'layers', .*, got "):
             padded(routes)
     twice = PADDED.copy()
     twice[1, 3] = 1
     with pytest.raises(ValueError, match=r"trajectory 'b', field routes: .*an expert twice at position 0, layer 0"):
         padded(twice, id=["a", "b"])
-    with pytest.raises(ValueError, match=r"^id: expected one element per trajectory \(2\), came 1"):
+    with pytest.raises(ValueError, match=r"^id: expected one element per trajectory \(2\), got 1"):
         padded(PADDED, id=["a"])
 
 
@@ -300,7 +300,7 @@ def test_own_schema_takes_base64_too() -> None:
     row = {"group": "g", "id": "a", "token_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 0, 1, 1]}
     for routes in (npy(ROUTES), npy(RECORD), envelope(RECORD), envelope(ROUTES.astype(np.int16))):
         assert routes_of({**row, "routes": routes}) == ROUTES.tolist()
-    with pytest.raises(ValueError, match=r"trajectory 'a', field routes: expected 4 rows.*came 3 rows"):
+    with pytest.raises(ValueError, match=r"trajectory 'a', field routes: expected 4 rows.*got 3 rows"):
         read([{**row, "routes": npy(RECORD[:3])}])
 
 

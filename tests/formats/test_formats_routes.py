@@ -35,11 +35,11 @@ def test_order_of_experts_does_not_matter_and_null_is_no_record() -> None:
 
 
 BAD = [
-    (ROUTES[:2], r"shape \[3, layers, experts per token\], came shape \[2, 2, 2\]"),
-    (ROUTES[:, 0], r"came shape \[3, 2\]"),
-    (ROUTES.astype(float), "integers, came values of type float64"),
+    (ROUTES[:2], r"shape \[3, layers, experts per token\], got shape \[2, 2, 2\]"),
+    (ROUTES[:, 0], r"got shape \[3, 2\]"),
+    (ROUTES.astype(float), "integers, got values of type float64"),
     (np.where(ROUTES == 2, 0, ROUTES), "distinct experts .* an expert twice at position 0, layer 0"),
-    (np.where(ROUTES == 2, -1, ROUTES), r"-1 in all where none is recorded, came .*-1.* at position 0, layer 0"),
+    (np.where(ROUTES == 2, -1, ROUTES), r"-1 in all where none is recorded, got .*-1.* at position 0, layer 0"),
     (ROUTES.astype(int) * 20_000, "a larger one at position 0, layer 0"),
 ]
 
@@ -51,5 +51,5 @@ def test_bad_routes_name_trajectory_and_place(routes: np.ndarray, message: str) 
 
 
 def test_ragged_routes_in_a_file_name_the_place() -> None:
-    with pytest.raises(ValueError, match="row 1: trajectory 'a', field routes: expected numbers, came a ragged"):
+    with pytest.raises(ValueError, match="row 1: trajectory 'a', field routes: expected numbers, got a ragged"):
         read([{**ROW, "routes": [[[0, 1]], [[0, 1], [2, 3]], None]}])

@@ -194,18 +194,18 @@ def test_a_bfloat16_tensor_is_taken() -> None:
 BAD_ROWS = [
     ({"loss_maks": [0, 1, 1]}, "loss_maks", "did you mean loss_mask?"),
     ({"foo": 1}, "foo", "remove it, or put it into meta"),
-    ({"loss_mask": None}, "loss_mask", "expected this field (or token_mask), came none"),
-    ({"group": None}, "group", "came none"),
-    ({"id": None}, "id", "came none"),
-    ({"token_ids": None}, "token_ids", "came none"),
+    ({"loss_mask": None}, "loss_mask", "expected this field (or token_mask), got none"),
+    ({"group": None}, "group", "got none"),
+    ({"id": None}, "id", "got none"),
+    ({"token_ids": None}, "token_ids", "got none"),
     ({"token_ids": [1, 2.5, 3]}, "token_ids", "expected integers"),
     ({"token_ids": [1, True, 3]}, "token_ids", "booleans among them"),
     ({"token_ids": []}, "token_ids", "at least one token"),
-    ({"loss_mask": [0, 1]}, "loss_mask", "one value per token (3), came 2 values"),
-    ({"logprobs": [0.0]}, "logprobs", "one value per token (3), came 1 values"),
-    ({"logprobs": [None, -1.0]}, "logprobs", "came 2 values"),
+    ({"loss_mask": [0, 1]}, "loss_mask", "one value per token (3), got 2 values"),
+    ({"logprobs": [0.0]}, "logprobs", "one value per token (3), got 1 values"),
+    ({"logprobs": [None, -1.0]}, "logprobs", "got 2 values"),
     ({"logprobs": [0.0, None, -1.0]}, "logprobs", "null at position 1"),
-    ({"advantages": [1.0, 2.0]}, "advantages", "one value per token (3), came 2 values"),
+    ({"advantages": [1.0, 2.0]}, "advantages", "one value per token (3), got 2 values"),
     ({"reward": "high"}, "reward", "expected a number"),
     ({"temperature": 0}, "temperature", "a number > 0"),
     ({"meta": [1]}, "meta", "expected an object"),
@@ -250,21 +250,21 @@ def test_the_same_id_twice() -> None:
 
 
 BAD_FILES = [
-    ("empty.jsonl", b"", "came an empty file"),
-    ("blank.jsonl", b"\n \n", "at least one row, came none"),
-    ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "at least one row, came none"),
+    ("empty.jsonl", b"", "got an empty file"),
+    ("blank.jsonl", b"\n \n", "at least one row, got none"),
+    ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "at least one row, got none"),
     ("broken.jsonl", json.dumps(ROW).encode() + b'\n{"group": ', "broken.jsonl, line 2: broken JSON"),
     ("array.json", b'[\n{"group": "g"}\n', "line 1: broken JSON"),
-    ("list.jsonl", b"[1, 2]", "element 1: expected an object with named fields, came int"),
+    ("list.jsonl", b"[1, 2]", "element 1: expected an object with named fields, got int"),
     ("deep.jsonl", b"[" * 200_000, "line 1: broken JSON"),
     ("latin.jsonl", '{"id": "ä"}'.encode("latin-1"), "line 1: broken JSON"),
     ("short.jsonl.gz", gzip.compress(json.dumps(ROW).encode() * 50)[:-9], "gzip stream is truncated or damaged"),
     ("bad.jsonl.gz", b"\x1f\x8b" + b"\x00" * 40, "gzip stream is truncated or damaged"),
     ("short.jsonl.zst", zstandard.compress(json.dumps(ROW).encode())[:-5], "Zstandard stream is truncated"),
     ("bad.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\xff" * 40, "Zstandard stream is damaged"),
-    ("table.csv", b"a,b\n", "came .csv"),
+    ("table.csv", b"a,b\n", "got .csv"),
     ("short.parquet", b"PAR1 and no more", "broken Parquet"),
-    ("text.parquet", b"{}", "came no 'PAR1' at its start"),
+    ("text.parquet", b"{}", "got no 'PAR1' at its start"),
     ("other.jsonl", b'{"question": "?"}', "line 1: expected token_ids, messages"),
     ("verl.jsonl", b'{"input": "", "output": "", "score": 1}', "text that verl dumps"),
 ]
@@ -300,7 +300,7 @@ def test_lines_longer_than_a_chunk(tmp_path: Path) -> None:
 def test_sources_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.jsonl: no such file"):
         read(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ValueError, match="in this directory, came none"):
+    with pytest.raises(ValueError, match="in this directory, got none"):
         read(tmp_path)
     with pytest.raises(ValueError, match="empty sequence"):
         read([])
@@ -317,7 +317,7 @@ def test_unknown_options_are_refused_at_once(option: dict[str, Any]) -> None:
 def test_no_trained_token_anywhere() -> None:
     untrained = {**ROW, "id": "g/1", "loss_mask": [0, 0, 0]}
     assert [t.num_trained for t in read([ROW, untrained])] == [2, 0]
-    with pytest.raises(ValueError, match="trained token, came none in 1 trajectories; field loss_mask"):
+    with pytest.raises(ValueError, match="trained token, got none in 1 trajectories; field loss_mask"):
         read([untrained])
     check_trainable(read([ROW]))
     with pytest.raises(ValueError, match="field loss_mask"):
@@ -327,7 +327,7 @@ def test_no_trained_token_anywhere() -> None:
 def test_check_vocabulary_names_trajectory_position_and_id() -> None:
     batch = read([ROW])
     check_vocabulary(batch, 4)
-    with pytest.raises(ValueError, match=r"trajectory 'g/0', field token_ids: .*size 3, came 3 at position 2"):
+    with pytest.raises(ValueError, match=r"trajectory 'g/0', field token_ids: .*size 3, got 3 at position 2"):
         check_vocabulary(batch, 3)
 
 
@@ -346,7 +346,7 @@ def test_padding_between_tokens_is_refused() -> None:
 
 
 def test_lists_of_other_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reward: expected one element per trajectory \(1\), came 2"):
+    with pytest.raises(ValueError, match=r"reward: expected one element per trajectory \(1\), got 2"):
         from_lists([[1, 2]], [[0, 1]], reward=[1.0, 2.0])
     with pytest.raises(ValueError, match="row 2: trajectory 'row1', field loss_mask"):
         from_lists([[1, 2], [1, 2]], [[0, 1], [0, 1, 1]])
@@ -365,7 +365,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     for bad, message in (
         ([*batch, unwritable], "'o', field meta"),
         ([*batch, batch[0]], "field id: .*the same twice"),
-        ([Trajectory(token_ids=[1], loss_mask=[0])], "field id: .*came none"),
+        ([Trajectory(token_ids=[1], loss_mask=[0])], "field id: .*got none"),
         ([], "at least one trajectory"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -56,9 +56,9 @@ def test_atropos() -> None:
     [
         (
             {**SLIME, "response_length": 6},
-            "field response_length: expected a whole number from 0 to the 5 tokens, came 6",
+            "field response_length: expected a whole number from 0 to the 5 tokens, got 6",
         ),
-        ({**SLIME, "reward": {"score": 1.0}}, "field reward: expected a number, came an object of score"),
+        ({**SLIME, "reward": {"score": 1.0}}, "field reward: expected a number, got an object of score"),
         ({**SLIME, "loss_mask": [1]}, "field loss_mask: expected one value per response token (3)"),
         ({**ATROPOS, "masks": [[0, 0, 1], [0, 0, 1, 1]]}, "field masks: expected -100 where untrained and the token"),
         ({**ATROPOS, "masks": [[-100, 2], [-100, 2]]}, "field masks: expected one value per sample's token (3)"),

@@ -52,19 +52,19 @@ def test_no_variance_gives_exactly_zero(reward: float, leave_one_out: bool) -> N
 
 
 def test_group_of_one() -> None:
-    with pytest.raises(ValueError, match=r"group 'b': expected two members or more, came one \(sample 1\)"):
+    with pytest.raises(ValueError, match=r"group 'b': expected two members or more, got one \(sample 1\)"):
         group_advantages([1, 2, 3], ["a", "b", "a"])
     assert group_advantages([1, 2, 3], ["a", "b", "a"], scale="none", singletons="zero").tolist() == [-1, 0, 1]
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="scale: expected one of std, none, came 'batch'"):
+    with pytest.raises(ValueError, match="scale: expected one of std, none, got 'batch'"):
         group_advantages([1, 2], [0, 0], scale="batch")
     with pytest.raises(ValueError, match="singletons: expected one of error, zero"):
         group_advantages([1, 2], [0, 0], singletons="drop")
-    with pytest.raises(ValueError, match="finite numbers, came nan at 1"):
+    with pytest.raises(ValueError, match="finite numbers, got nan at 1"):
         group_advantages([1, math.nan], [0, 0])
-    with pytest.raises(ValueError, match=r"one number per entry of groups \(1\), came shape \[2\]"):
+    with pytest.raises(ValueError, match=r"one number per entry of groups \(1\), got shape \[2\]"):
         group_advantages([1, 2], [0])
     with pytest.raises(ValueError, match="eps"):
         group_advantages([1, 2], [0, 0], eps=-1)
@@ -91,7 +91,7 @@ def test_given_advantages_stay() -> None:
 
 
 def test_missing_fields_are_named() -> None:
-    with pytest.raises(ValueError, match=r"trajectory 'b', field reward: expected a number.*came none"):
+    with pytest.raises(ValueError, match=r"trajectory 'b', field reward: expected a number.*got none"):
         fill_advantages([trajectory("a", reward=1), trajectory("b")])
     with pytest.raises(ValueError, match=r"trajectory 'b', field advantages: .*others of the step have"):
         fill_advantages([trajectory("a", advantages=1), trajectory("b", reward=1)])

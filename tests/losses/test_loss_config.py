@@ -15,18 +15,18 @@ from harts.losses.policy import POLICY_LOSSES
         ({"algorithm": "dpo"}, "field algorithm: expected one of supervised, reinforce, ppo, grpo, gspo, .*'dpo'"),
         ({"normalization": "batch"}, "field normalization: expected one of token, sequence, group, constant"),
         ({"kl_estimator": "k4"}, "field kl_estimator: expected one of k1, k2, k3"),
-        ({"clip_low": 1.5}, r"field clip_low: expected a number in \[0, 1\] or None, came 1.5"),
+        ({"clip_low": 1.5}, r"field clip_low: expected a number in \[0, 1\] or None, got 1.5"),
         ({"clip_high": -0.1}, "field clip_high: expected a number >= 0"),
         ({"clip_high": float("nan")}, "field clip_high"),
         ({"clip_high": float("inf")}, "field clip_high"),
         ({"clip_high": True}, "field clip_high"),
         ({"clip_high": "0.2"}, "field clip_high"),
         ({"dual_clip": 1.0}, "field dual_clip: expected a number > 1"),
-        ({"kl_coef": -1}, "field kl_coef: expected a number >= 0, came -1"),
+        ({"kl_coef": -1}, "field kl_coef: expected a number >= 0, got -1"),
         ({"kl_coef": None}, "field kl_coef"),
         ({"entropy_coef": -1}, "field entropy_coef"),
         ({"tis_cap": 0}, "field tis_cap: expected a number > 0"),
-        ({"normalization": "constant"}, "field max_length: expected an integer >= 1 .*came None"),
+        ({"normalization": "constant"}, "field max_length: expected an integer >= 1 .*got None"),
         ({"normalization": "constant", "max_length": 2.5}, "field max_length: expected an integer"),
         ({"normalization": "constant", "max_length": 0}, "field max_length: expected an integer"),
         ({"max_length": 5}, "field max_length: expected None with normalization='token'"),
@@ -77,7 +77,7 @@ def test_every_objective_can_be_chosen(algorithm: str) -> None:
 
 
 def test_unknown_estimator() -> None:
-    with pytest.raises(ValueError, match="estimator: expected one of k1, k2, k3, came 'k0'"):
+    with pytest.raises(ValueError, match="estimator: expected one of k1, k2, k3, got 'k0'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k0")
 
 

@@ -117,17 +117,17 @@ def test_a_step_without_a_trained_token_is_refused(counts: list[int]) -> None:
 
 
 def test_bad_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match="counts >= 0, came -1"):
+    with pytest.raises(ValueError, match="counts >= 0, got -1"):
         StepDenominators.from_counts([3, -1])
     with pytest.raises(ValueError, match=r"group_of_S: expected int64 \[2\]"):
         StepDenominators.from_counts([3, 1], [0])
     with pytest.raises(ValueError, match="expected int64"):
         StepDenominators(tokens_of_S=torch.tensor([1.0]))
-    with pytest.raises(ValueError, match="names: expected 1, came 2"):
+    with pytest.raises(ValueError, match="names: expected 1, got 2"):
         StepDenominators(tokens_of_S=torch.tensor([1]), names=("a", "b"))
     with pytest.raises(ValueError, match="normalization: expected one of token, sequence, group, constant"):
         StepDenominators.from_counts([1]).sequence_weights("batch")
-    with pytest.raises(ValueError, match="max_length: expected an integer >= 1, came None"):
+    with pytest.raises(ValueError, match="max_length: expected an integer >= 1, got None"):
         StepDenominators.from_counts([1]).sequence_weights("constant")
 
 
@@ -140,15 +140,15 @@ def test_a_torn_trajectory_is_refused() -> None:
     assert size > 1
     torn = [*step]
     torn[1] = formulas.Sequence(**{k: v[1:] if isinstance(v, list) else v for k, v in vars(step[1]).items()})
-    with pytest.raises(ValueError, match=rf"number 1 of the step\).*expected {size} trained.*came {size - 1}; "):
+    with pytest.raises(ValueError, match=rf"number 1 of the step\).*expected {size} trained.*got {size - 1}; "):
         loss(formulas.inputs_of(torn, [0, 1]), denominators)
 
 
 def test_a_repeated_scattered_or_foreign_trajectory_is_refused() -> None:
     denominators = StepDenominators.from_counts([1, 2])
-    with pytest.raises(ValueError, match=r"number 0 of the step\): expected once in a microbatch, came twice"):
+    with pytest.raises(ValueError, match=r"number 0 of the step\): expected once in a microbatch, got twice"):
         denominators.check_whole(torch.tensor([0, 1, 0]), torch.tensor([1, 2, 1]))
     with pytest.raises(ValueError, match=r"number 1 of the step.*expected 2 trained tokens in a row"):
         denominators.check_whole(torch.tensor([1, 0, 1]), torch.tensor([1, 1, 1]))
-    with pytest.raises(ValueError, match=r"indices in \[0, 2\), came 2"):
+    with pytest.raises(ValueError, match=r"indices in \[0, 2\), got 2"):
         denominators.check_whole(torch.tensor([2]), torch.tensor([1]))

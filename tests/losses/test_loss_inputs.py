@@ -61,19 +61,19 @@ def test_a_field_that_one_lacks_is_none_unless_required() -> None:
     inputs = LossInputs.from_trajectories(step, torch.zeros(6), sequences=range(2))
     assert inputs.advantages_N is None
     assert inputs.old_logprobs_N is not None
-    with pytest.raises(ValueError, match=r"trajectory 'x', field advantages: .*came none; .*fill_advantages"):
+    with pytest.raises(ValueError, match=r"trajectory 'x', field advantages: .*got none; .*fill_advantages"):
         LossInputs.from_trajectories(step, torch.zeros(6), sequences=range(2), requires={"advantages"})
 
 
 def test_missing_fields_are_named_before_any_compute() -> None:
     step = [STEP[0], trajectory("x", advantages=1.0)]
-    with pytest.raises(ValueError, match=r"trajectory 'x', field logprobs: .*the loss needs old_logprobs, came none"):
+    with pytest.raises(ValueError, match=r"trajectory 'x', field logprobs: .*the loss needs old_logprobs, got none"):
         make_loss(LossConfig()).check(step)
     make_loss(LossConfig()).check(step, given=["old_logprobs"])
     make_loss(LossConfig(algorithm="supervised")).check(step)
     with pytest.raises(ValueError, match="trajectory 'x', field ref_logprobs"):
         make_loss(LossConfig(algorithm="reinforce", kl_coef=0.1)).check(step)
-    with pytest.raises(ValueError, match=r"trajectory 'y', field group: .*came none; name the task"):
+    with pytest.raises(ValueError, match=r"trajectory 'y', field group: .*got none; name the task"):
         make_loss(LossConfig(algorithm="supervised", normalization="group")).check([STEP[0], trajectory("y", group="")])
     make_loss(LossConfig(kl_coef=0.1)).check(STEP)  # 'b' has no trained token: it needs nothing
 
@@ -97,7 +97,7 @@ def test_entropy_must_be_passed_where_required() -> None:
 def test_wrong_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"logprobs: expected one value per token of 3 trajectories \(\[7\]\)"):
         LossInputs.from_trajectories(STEP, torch.zeros(6), sequences=range(3))
-    with pytest.raises(ValueError, match=r"sequences: expected one index per trajectory \(3\), came 2"):
+    with pytest.raises(ValueError, match=r"sequences: expected one index per trajectory \(3\), got 2"):
         LossInputs.from_trajectories(STEP, torch.zeros(7), sequences=range(2))
 
 
@@ -120,7 +120,7 @@ def test_wrong_tensors_are_refused(name: str, value: torch.Tensor, message: str)
 
 def test_a_missing_tensor_is_named() -> None:
     inputs = LossInputs.from_trajectories(STEP, torch.zeros(7), sequences=range(3))
-    with pytest.raises(ValueError, match="advantages_N: expected a tensor, as the loss needs it, came none"):
+    with pytest.raises(ValueError, match="advantages_N: expected a tensor, as the loss needs it, got none"):
         make_loss(LossConfig())(replace(inputs, advantages_N=None), StepDenominators.from_trajectories(STEP))
 
 

@@ -77,7 +77,7 @@ def test_metrics_of_two_losses_do_not_add() -> None:
     other = make_loss(LossConfig(algorithm="supervised"))(
         formulas.inputs_of(step, [0, 1]), formulas.denominators_of(step)
     )
-    with pytest.raises(ValueError, match=r"metrics: expected the same names, came .*kl_loss"):
+    with pytest.raises(ValueError, match=r"metrics: expected the same names, got .*kl_loss"):
         _ = metrics_of(step, [0, 1]) + other.metrics
 
 

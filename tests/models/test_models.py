@@ -354,7 +354,7 @@ def test_distributed_data_parallel_is_refused_where_it_would_not_sum_gradients(t
 def test_token_outside_the_vocabulary_names_trajectory_and_position() -> None:
     bad = Trajectory(token_ids=[1, 2, 512], loss_mask=[0, 1, 1], id="late")
     packed = harts.pack(PrefixTree.build([*AWKWARD["path"], bad]))
-    with pytest.raises(ValueError, match=r"trajectory 'late', field token_ids: .* size 512, came 512 at position 2"):
+    with pytest.raises(ValueError, match=r"trajectory 'late', field token_ids: .* size 512, got 512 at position 2"):
         harts.logprobs(harts.attach(tiny_model(HYBRID)), packed)
 
 

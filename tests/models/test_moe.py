@@ -445,5 +445,5 @@ def test_routers_that_a_kernel_replaces_are_refused() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="field scope: expected one of 'trajectory', 'microbatch', 'step'"):
         RouterConfig(scope="batch")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="field balance_coefficient: expected a number >= 0, came -1"):
+    with pytest.raises(ValueError, match="field balance_coefficient: expected a number >= 0, got -1"):
         RouterConfig(scope="step", balance_coefficient=-1)

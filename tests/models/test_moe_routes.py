@@ -155,8 +155,8 @@ def test_no_record_at_all_merges_with_no_routes() -> None:
 def test_routes_that_do_not_fit_are_refused() -> None:
     model = harts.attach(tiny_model(FAST))
     for layers, top, message in (
-        (3, 0, r"expected \[4, 2, 3\] experts below 8, as the model has, came \[4, 3, 3\] up to 2"),
-        (2, 6, r"experts below 8, as the model has, came \[4, 2, 3\] up to 8"),
+        (3, 0, r"expected \[4, 2, 3\] experts below 8, as the model has, got \[4, 3, 3\] up to 2"),
+        (2, 6, r"experts below 8, as the model has, got \[4, 2, 3\] up to 8"),
     ):
         routes = np.tile(np.arange(3) + top, (4, layers, 1))
         bad = Trajectory(token_ids=[1, 2, 3, 4], loss_mask=[0, 1, 1, 1], routes=routes, id="bad")
@@ -179,7 +179,7 @@ def test_route_difference_compares_sets_and_counts_layers_and_tokens() -> None:
     assert route_difference(one, other) == 0
     other[1, 2, 0] = 6
     assert route_difference(one, other) == pytest.approx(1 / 6)
-    with pytest.raises(ValueError, match=r"came \[2, 3, 2\] and \[2, 2, 2\]"):
+    with pytest.raises(ValueError, match=r"got \[2, 3, 2\] and \[2, 2, 2\]"):
         route_difference(one, other[:, :2])
 
 

@@ -209,5 +209,5 @@ def test_where_it_would_do_nothing_it_is_refused() -> None:
     check_kept(Kernels(), recompute=False, keep_attention=False)
     with pytest.raises(ValueError, match="keep_attention: expected attention by a flash kernel"):
         check_kept(Kernels(), recompute=True, keep_attention=True)
-    with pytest.raises(ValueError, match="keep_attention: expected recomputation, came none"):
+    with pytest.raises(ValueError, match="keep_attention: expected recomputation, got none"):
         check_kept(Kernels(attention="fa4"), recompute=False, keep_attention=True)

@@ -218,7 +218,7 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
     model = tiny_model(DENSE)
     weights = {name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}
     model.save_pretrained(tmp_path, state_dict=weights)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"came none for model\.layers\.1\.mlp\.down_proj\.weight and 2 others"):
+    with pytest.raises(ValueError, match=r"got none for model\.layers\.1\.mlp\.down_proj\.weight and 2 others"):
         load_saved(tmp_path, dtype=torch.float32)
 
 

@@ -220,5 +220,5 @@ def test_rows_are_cut_and_filled_at_the_end() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, None])
 def test_bad_floors_are_refused(bad: Any) -> None:
-    with pytest.raises(ValueError, match="field min_rows: expected an integer of at least 1, came"):
+    with pytest.raises(ValueError, match="field min_rows: expected an integer of at least 1, got"):
         Kernels(min_rows=bad)

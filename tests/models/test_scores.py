@@ -134,7 +134,7 @@ def test_extras_of_a_batch_without_a_trained_token_are_zeros() -> None:
 @pytest.mark.parametrize("bad", [0, -1, 513, 2.0, True])
 def test_a_number_of_most_likely_tokens_that_there_is_not_is_refused(bad: Any) -> None:
     model = harts.attach(tiny_model(HYBRID))
-    with pytest.raises(ValueError, match=r"top_k: expected a whole number from 1 to 512, .* came "):
+    with pytest.raises(ValueError, match=r"top_k: expected a whole number from 1 to 512, .* got "):
         harts.logprobs(model, pack(AWKWARD["star"]), top_k=bad)
 
 

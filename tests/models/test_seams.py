@@ -165,7 +165,7 @@ def test_a_head_in_fp32_behind_a_cast_runs_in_fp32() -> None:
 def test_a_head_in_another_dtype_without_a_cast_is_refused() -> None:
     model: Any = tiny_model("tiny-qwen3", dtype=torch.bfloat16)
     model.lm_head.float()
-    with pytest.raises(ValueError, match=r"expected hidden states in the head's dtype torch.float32, came torch.bf"):
+    with pytest.raises(ValueError, match=r"expected hidden states in the head's dtype torch.float32, got torch.bf"):
         harts.logprobs(harts.attach(model), PACKED)
 
 
@@ -202,7 +202,7 @@ def test_options_that_are_no_numbers_above_zero_are_refused(value: Any) -> None:
     model: Any = tiny_model("tiny-qwen3")
     scaled(model)
     model.config.logits_scaling = value
-    with pytest.raises(ValueError, match=r"config\.logits_scaling: expected a number above 0 or None, came "):
+    with pytest.raises(ValueError, match=r"config\.logits_scaling: expected a number above 0 or None, got "):
         harts.logprobs(harts.attach(model), PACKED)
 
 
@@ -351,8 +351,8 @@ def test_a_compiled_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("put", "message"),
     [
-        (wrong_shape, r"expected logits \[1, \d+, 512\] of the head, came \[1, \d+, 100\]"),
-        (wrong_rows, r"expected hidden states \[1, \d+, channels\] of the decoder, came \[1, \d+, 64\]"),
+        (wrong_shape, r"expected logits \[1, \d+, 512\] of the head, got \[1, \d+, 100\]"),
+        (wrong_rows, r"expected hidden states \[1, \d+, channels\] of the decoder, got \[1, \d+, 64\]"),
         (loses_arguments, r"expected its 2 mixers to run on the tree, 1 did; a hook or a forward .* packed="),
     ],
 )

@@ -247,7 +247,7 @@ def test_what_cannot_be_gathered_is_refused(group: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = make("tiny-llama")
     fully_shard(find_backbone(model).text.layers[0], mesh=mesh)  # type: ignore[union-attr, index, arg-type]
-    with pytest.raises(ValueError, match="expected fully_shard on the whole model, came one with only a FSDPLlamaDec"):
+    with pytest.raises(ValueError, match="expected fully_shard on the whole model, got one with only a FSDPLlamaDec"):
         harts.logprobs(model, packed)
     model = make("tiny-llama")
     head: Any = find_backbone(model).head

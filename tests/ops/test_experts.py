@@ -177,7 +177,7 @@ def test_bad_input_is_refused() -> None:
     chosen_TK = choices(4, 2)
     x, weight, gate_up, down, shared, gate = inputs_of(chosen_TK)
     good = {"shared_TD": shared, "shared_gate_D": gate, "impl": "triton"}
-    with pytest.raises(ValueError, match=r"expected gate_up of shape \[5, 32, 24\], came \[5, 16, 24\]"):
+    with pytest.raises(ValueError, match=r"expected gate_up of shape \[5, 32, 24\], got \[5, 16, 24\]"):
         run_experts(x, chosen_TK, weight, gate_up[:, :16], down, **good)
     with pytest.raises(ValueError, match=r"expected weight of shape \[4, 2\]"):
         run_experts(x, chosen_TK, weight[:, :1], gate_up, down, **good)

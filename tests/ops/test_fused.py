@@ -100,7 +100,7 @@ def test_references_equal_transformers(dtype: torch.dtype) -> None:
 
 def test_bad_input_is_refused() -> None:
     x, weight = draw(3, 4, seed=1), draw(4, seed=2)
-    with pytest.raises(ValueError, match=r"expected weight of shape \[4\], came \[3\]"):
+    with pytest.raises(ValueError, match=r"expected weight of shape \[4\], got \[3\]"):
         fused.rms_norm(x, weight[:3], eps=EPS, impl="triton")
     with pytest.raises(ValueError, match="expected weight of one dtype"):
         fused.rms_norm(x, weight.bfloat16(), eps=EPS, impl="triton")

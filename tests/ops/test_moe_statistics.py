@@ -261,7 +261,7 @@ def test_steps_that_do_not_fit_are_refused() -> None:
         load_balancing_loss(statistics_of(packed, logits, "microbatch"), step=step)
     with pytest.raises(ValueError, match="scope 'step' divides by the tokens of the step"):
         router_z_loss(statistics_of(packed, logits, "step"))
-    with pytest.raises(ValueError, match=r"expected loads \[3, 5\] of the whole step, came none"):
+    with pytest.raises(ValueError, match=r"expected loads \[3, 5\] of the whole step, got none"):
         load_balancing_loss(statistics_of(packed, logits, "step"), step=step)
     with pytest.raises(ValueError, match=r"expected at least the microbatch's .* was it counted over other"):
         router_z_loss(statistics_of(packed, logits, "trajectory"), step=RouterStep(tokens=10**6, trajectories=7))
@@ -271,7 +271,7 @@ def test_unknown_names_and_shapes_are_refused() -> None:
     packed = packed_of(AWKWARD["star"])
     logits = draw_logits(packed)
     statistics = statistics_of(packed, logits, "microbatch")
-    with pytest.raises(ValueError, match="scope: expected 'trajectory', 'microbatch' or 'step', came 'batch'"):
+    with pytest.raises(ValueError, match="scope: expected 'trajectory', 'microbatch' or 'step', got 'batch'"):
         count_tokens(packed, scope="batch")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mask_N: expected bool"):
         count_tokens(packed, scope="step", mask_N=torch.ones(3, dtype=torch.bool))

@@ -193,7 +193,7 @@ def test_a_missing_or_wrong_context_is_refused() -> None:
     x = draw(piece.num_rows, 2, 4, seed=1)
     with pytest.raises(ValueError, match="attention: expected the context of 70 rows"):
         attention(x, x, x, piece, scale=1.0)
-    with pytest.raises(ValueError, match="expected a context of 70 values from outside this piece of a tree, came 3"):
+    with pytest.raises(ValueError, match="expected a context of 70 values from outside this piece of a tree, got 3"):
         attention(x, x, x, piece, scale=1.0, context=(draw(70, 2, 4, seed=1), draw(3, 2, 4, seed=1)))
     with pytest.raises(ValueError, match="causal_conv1d: expected the context of 3 rows"):
         causal_conv1d(x[:, 0], draw(4, 4, seed=1), None, piece)

@@ -22,7 +22,7 @@ def test_triton_that_compiles_an_op_wrong_is_refused_for_it_alone(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(triton, "__version__", version)
-    with pytest.raises(ValueError, match=rf"gated_delta_rule: .* came {version.replace('+', '.')}; .*triton>=3\.7\.1"):
+    with pytest.raises(ValueError, match=rf"gated_delta_rule: .* got {version.replace('+', '.')}; .*triton>=3\.7\.1"):
         require_triton("gated_delta_rule", CUDA)
     require_triton("causal_conv1d", CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -39,7 +39,7 @@ def test_triton_that_is_right_runs(monkeypatch: pytest.MonkeyPatch, version: str
 
 
 def test_missing_triton_and_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="expected tensors on a CUDA device, came cpu; move them, or choose impl='x'"):
+    with pytest.raises(ValueError, match="expected tensors on a CUDA device, got cpu; move them, or choose impl='x'"):
         require_triton("gated_delta_rule", torch.device("cpu"), other="x")
     monkeypatch.setattr(requirements, "has_triton", lambda: False)
     with pytest.raises(ImportError, match=r"needs Triton; install it with: pip install 'harts\[gpu\]'"):

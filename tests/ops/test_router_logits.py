@@ -113,9 +113,9 @@ def test_gradients_that_are_not_needed_are_not_computed() -> None:
 
 def test_bad_input_is_refused() -> None:
     hidden, weight = draw(4)
-    with pytest.raises(ValueError, match=r"came \[4, 23\] and \[6, 24\]"):
+    with pytest.raises(ValueError, match=r"got \[4, 23\] and \[6, 24\]"):
         router_logits(hidden[:, 1:], weight)
-    with pytest.raises(ValueError, match=r"on one device, came cpu and meta"):
+    with pytest.raises(ValueError, match=r"on one device, got cpu and meta"):
         router_logits(hidden, weight.to("meta"))
-    with pytest.raises(ValueError, match=r"floating-point hidden and weight, came torch.int64"):
+    with pytest.raises(ValueError, match=r"floating-point hidden and weight, got torch.int64"):
         router_logits(hidden.detach().long(), weight)

@@ -34,7 +34,7 @@ def test_json_has_the_keys_people_script_with() -> None:
 def test_a_plan_of_other_data_or_arguments_is_refused() -> None:
     data = make_plan(TREE, token_budget=900).to_json()
     for other in (AWKWARD["star"], AWKWARD["comb"][::-1]):
-        with pytest.raises(ValueError, match="came other trajectories"):
+        with pytest.raises(ValueError, match="got other trajectories"):
             Plan.from_json(data, tree=PrefixTree.build(other))
     for name, value in {"token_budget": 901, "replicas": 2, "key_cap": 10**6}.items():
         with pytest.raises(ValueError, match="other arguments"):
@@ -64,7 +64,7 @@ def test_files_that_are_no_plans_are_refused(tmp_path: Path) -> None:
 def test_numbers_must_be_positive_integers(name: str, value: object) -> None:
     if name == "key_cap" and value is None:
         return
-    with pytest.raises(ValueError, match=f"{name}: expected an integer >= 1, came"):
+    with pytest.raises(ValueError, match=f"{name}: expected an integer >= 1, got"):
         make_plan(TREE, **{"token_budget": 900, name: value})  # type: ignore[arg-type]
 
 

@@ -75,7 +75,7 @@ def test_a_step_without_trained_tokens_is_refused() -> None:
     unmarked = [dataclasses.replace(each, loss_mask=0 * each.loss_mask) for each in workload("star3", scale=0.01)]
     model = build_model(TINY, device="cpu", dtype=torch.float32)
     set_up(model, "tree", SETTING)
-    with pytest.raises(ValueError, match="expected a trained token in at least one of 16 trajectories, came none"):
+    with pytest.raises(ValueError, match="expected a trained token in at least one of 16 trajectories, got none"):
         run_step(model, prepare(unmarked, "tree", SETTING), kernels=SETTING.kernels)
 
 

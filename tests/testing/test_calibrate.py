@@ -52,5 +52,5 @@ def test_fits_seconds_that_a_plan_then_balances(tmp_path: Path) -> None:
 
 
 def test_too_small_runs_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_rows: expected at least 512, came 100"):
+    with pytest.raises(ValueError, match="max_rows: expected at least 512, got 100"):
         calibrate(harts.attach(tiny_model("tiny-llama")), max_rows=100)

@@ -133,7 +133,7 @@ def test_fails_where_gradients_miss_a_trajectory(
 
 def test_bad_input(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
     untrained = [dataclasses.replace(each, loss_mask=np.zeros(len(each), np.bool_)) for each in trajectories]
-    with pytest.raises(ValueError, match="expected a trained token, came none"):
+    with pytest.raises(ValueError, match="expected a trained token, got none"):
         compare(model, untrained)
     with pytest.raises(ValueError, match="dtype: expected float64, float32 or bfloat16"):
         compare(model, trajectories, dtype=torch.float16)

@@ -175,7 +175,7 @@ def test_remap_keeps_the_tree() -> None:
         ("star3", {"scale": 1.5}, "scale: expected a factor above 0"),
         ("star3", {"turns": 3}, "there is no size 'turns'; expected one of: none"),
         ("think", {"turn": 3}, "expected one of: rollouts, turns"),
-        ("think", {"turns": 0}, "turns: expected at least 1, came 0"),
+        ("think", {"turns": 0}, "turns: expected at least 1, got 0"),
         ("flat", {"vocab_size": 1}, "vocab_size: expected at least 2"),
         ("mint", {"data_dir": "no-such-directory"}, "expected mint.jsonl.gz in no-such-directory, found none"),
     ],
@@ -190,7 +190,7 @@ def test_more_groups_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with gzip.open(tmp_path / "mint.jsonl.gz", "wt") as file:
         file.write(json.dumps(row) + "\n")
     monkeypatch.setenv("HARTS_DATA", str(tmp_path))
-    with pytest.raises(ValueError, match=r"groups: expected at most the 1 in .*mint.jsonl.gz, came 12"):
+    with pytest.raises(ValueError, match=r"groups: expected at most the 1 in .*mint.jsonl.gz, got 12"):
         workload("mint")
     with pytest.raises(ValueError, match=r"no call of .* has at most 2 tokens"):
         workload("mint", groups=1, max_length=2)

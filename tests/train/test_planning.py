@@ -117,5 +117,5 @@ def test_a_plan_of_other_data_is_refused(trajectories: list[Trajectory], monkeyp
     with made.ahead():
         made.start(1)
         made._ahead_of = 2
-        with pytest.raises(ValueError, match="came other trajectories"):
+        with pytest.raises(ValueError, match="got other trajectories"):
             made.plan(2)

@@ -145,7 +145,7 @@ def test_update_refuses_a_gradient_that_is_not_finite() -> None:
     before = model.weight.detach().clone()
     model.weight.grad = torch.full_like(model.weight, torch.nan)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="expected a finite number, came nan"):
+    with pytest.raises(ValueError, match="expected a finite number, got nan"):
         update(optimizer, Replicas(), learning_rate=0.1, max_grad_norm=1.0)
     assert torch.equal(model.weight, before)
 
@@ -284,7 +284,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected all 3 groups"):
         Trainer(dataclasses.replace(settings, groups_per_step=2), tmp_path / "few")
     other = write(tmp_path / "other.jsonl", rollouts(seed=1))
-    with pytest.raises(ValueError, match="came other trajectories"):
+    with pytest.raises(ValueError, match="got other trajectories"):
         Trainer(dataclasses.replace(settings, data=other), tmp_path / "other")
 
 
@@ -320,10 +320,10 @@ def test_a_first_look_stays_within_the_budget(tmp_path: Path) -> None:
     [
         ({"token_budget": 50}, r"trajectory '\w+', field token_ids: .* token budget \(50\)"),
         ({"device": "cuda:99"}, "device: 'cuda:99' is not there"),
-        ({"device": "abacus"}, "device: expected cpu, cuda or cuda:NUMBER, came 'abacus'"),
+        ({"device": "abacus"}, "device: expected cpu, cuda or cuda:NUMBER, got 'abacus'"),
         ({"model": "gpt-17"}, "expected a directory or one of tiny-qwen3.5"),
         ({"seed": -1}, "field seed: expected a number >= 0"),
-        ({"groups_per_step": 0}, "field groups_per_step: expected a number >= 1, came 0"),
+        ({"groups_per_step": 0}, "field groups_per_step: expected a number >= 1, got 0"),
         ({"steps": True}, "field steps: expected int"),
         ({"dtype": "float8"}, "field dtype: expected one of 'float32'"),
         ({"learning_rate": float("nan")}, "field learning_rate: expected a finite number > 0"),

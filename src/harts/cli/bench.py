@@ -142,9 +142,7 @@ def bench(
 def _check_gpu_options(given: Mapping[str, bool], device: str, on_cpu: bool) -> None:
     for name, is_given in given.items():
         if is_given and on_cpu:
-            raise ValueError(
-                f"{name}: expected a CUDA device, whose kernels it is about, came {device!r}; leave it out"
-            )
+            raise ValueError(f"{name}: expected a CUDA device, whose kernels it is about, got {device!r}; leave it out")
 
 
 def _own(data: Sequence[Path], scale: float, **reading: Any) -> _Batch:
@@ -166,7 +164,7 @@ def _parse_arms(text: str) -> tuple[Arm, ...]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in ARMS:
-            raise ValueError(f"arms: expected some of {', '.join(ARMS)} with commas between, came {name!r}")
+            raise ValueError(f"arms: expected some of {', '.join(ARMS)} with commas between, got {name!r}")
     return cast(tuple[Arm, ...], tuple(dict.fromkeys(names)))
 
 
@@ -175,7 +173,7 @@ def _check_budget(batches: Sequence[_Batch], token_budget: int | None) -> None:
         longest = max(map(len, batch.trajectories))
         if token_budget is not None and longest > token_budget:
             raise ValueError(
-                f"token_budget: expected at least {longest}, the longest trajectory of {batch.name!r}, came "
+                f"token_budget: expected at least {longest}, the longest trajectory of {batch.name!r}, got "
                 f"{token_budget}; raise it or lower --scale"
             )
 
@@ -193,7 +191,7 @@ class _Models:
     def __post_init__(self) -> None:
         if self.layers is not None and not self.are_random:
             raise ValueError(
-                f"layers: expected none with a saved model, came {self.layers} for {self.name!r}; all of its layers run"
+                f"layers: expected none with a saved model, got {self.layers} for {self.name!r}; all of its layers run"
             )
 
     @property
@@ -256,7 +254,7 @@ class _Job:
         if self.profile is not None:
             check_target(self.profile)
             if self.gradients:
-                raise ValueError("profile: expected times, whose calls it looks into, came --gradients; leave one out")
+                raise ValueError("profile: expected times, whose calls it looks into, got --gradients; leave one out")
         stop = time.monotonic() + seconds
         machine = environment()
         results: list[dict[str, Any]] = []

@@ -90,7 +90,7 @@ def _built_in(workloads: str, *, scale: float, trees: bool, seed: int, data_dir:
     """Batches, and which of the default workloads were left out, as their data are not in this repository."""
     named = options.parse_workloads(workloads) if workloads.strip() else []
     if not trees and not named:
-        raise ValueError("workloads: expected at least one without trees, came none; there is nothing to check")
+        raise ValueError("workloads: expected at least one without trees, got none; there is nothing to check")
     batches: Batches = []
     left_out: list[str] = []
     for name, batch in AWKWARD.items() if trees else ():

@@ -92,10 +92,10 @@ def parse_workloads(text: str) -> list[tuple[str, Mapping[str, int]]]:
             size, _, value = setting.partition("=")
             if not size or not value.isdecimal():
                 raise ValueError(
-                    f"workloads: expected NAME or NAME:SIZE=NUMBER, several with commas between, came {item!r}"
+                    f"workloads: expected NAME or NAME:SIZE=NUMBER, several with commas between, got {item!r}"
                 )
             sizes[size] = int(value)
         if not name:
-            raise ValueError(f"workloads: expected names with commas between, came {text!r}")
+            raise ValueError(f"workloads: expected names with commas between, got {text!r}")
         found.append((name, sizes))
     return found

@@ -113,7 +113,7 @@ class _Sizes:
     def need(self, name: str) -> int:
         value = self.get(name, None)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config, field {name}: expected an integer >= 1, came {value!r}; pass the model's config")
+            raise ValueError(f"config, field {name}: expected an integer >= 1, got {value!r}; pass the model's config")
         return value
 
     def head_dim(self) -> int:
@@ -137,10 +137,10 @@ class _Sizes:
         kinds = list(kinds) if kinds is not None else ["full_attention"] * number
         unknown = sorted(set(kinds) - _LAYER_TYPES)
         if unknown or len(kinds) != number:
-            came = f"{unknown}" if unknown else f"{len(kinds)} of them for {number} layers"
+            got = f"{unknown}" if unknown else f"{len(kinds)} of them for {number} layers"
             raise ValueError(
-                f"config, field layer_types: expected one of {', '.join(sorted(_LAYER_TYPES))} for each layer, came "
-                f"{came}"
+                f"config, field layer_types: expected one of {', '.join(sorted(_LAYER_TYPES))} for each layer, got "
+                f"{got}"
             )
         return kinds
 

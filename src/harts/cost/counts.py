@@ -136,7 +136,7 @@ class Coefficients:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ValueError(f"coefficient {name}: expected a finite number >= 0, came {value!r}")
+                raise ValueError(f"coefficient {name}: expected a finite number >= 0, got {value!r}")
             object.__setattr__(self, name, float(value))
 
     def of(self, counts: Counts) -> float:

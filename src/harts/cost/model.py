@@ -49,9 +49,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.unit not in ("rows", "flops", "seconds"):
-            raise ValueError(f"unit: expected 'rows', 'flops' or 'seconds', came {self.unit!r}")
+            raise ValueError(f"unit: expected 'rows', 'flops' or 'seconds', got {self.unit!r}")
         if not any(dataclasses.astuple(self.time)):
-            raise ValueError("time: expected a coefficient above 0, came only zeros; a plan needs something to balance")
+            raise ValueError("time: expected a coefficient above 0, got only zeros; a plan needs something to balance")
 
     @staticmethod
     def of_rows() -> "CostModel":
@@ -89,9 +89,7 @@ class CostModel:
             ValueError: fewer than two runs, or a time or a memory that is not finite and above 0.
         """
         if len(runs) < 2:
-            raise ValueError(
-                f"runs: expected at least 2 timed runs, came {len(runs)}; time microbatches of other sizes"
-            )
+            raise ValueError(f"runs: expected at least 2 timed runs, got {len(runs)}; time microbatches of other sizes")
         counts_RK = np.array([dataclasses.astuple(run.counts) for run in runs], np.float64)
         time = _fit_relative(counts_RK, [run.seconds for run in runs], "seconds")
         memory = Coefficients()
@@ -104,7 +102,7 @@ class CostModel:
         """Raises ValueError if this was made for a model other than `identity`."""
         if self.model and self.model != identity:
             raise ValueError(
-                f"cost model: expected one of {identity}, came one of {self.model}; calibrate this model, or leave the "
+                f"cost model: expected one of {identity}, got one of {self.model}; calibrate this model, or leave the "
                 "cost model out to use its FLOPs"
             )
 
@@ -144,8 +142,8 @@ class CostModel:
             ValueError: no such file, another kind of file, or one fitted for another model; the message names `path`.
         """
         if not Path(path).is_file():
-            came = "a folder" if Path(path).is_dir() else "no such file"
-            raise ValueError(f"cost model {path}: expected a file, came {came}; write one with harts calibrate")
+            got = "a folder" if Path(path).is_dir() else "no such file"
+            raise ValueError(f"cost model {path}: expected a file, got {got}; write one with harts calibrate")
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -162,9 +160,7 @@ class CostModel:
 def _fit_relative(counts_RK: NDArray[np.float64], measured: Sequence[float], what: str) -> Coefficients:
     target_R = np.asarray(measured, np.float64)
     if not (np.isfinite(target_R).all() and (target_R > 0).all()):
-        raise ValueError(
-            f"{what}: expected finite numbers above 0, came {min(measured)} to {max(measured)}; time again"
-        )
+        raise ValueError(f"{what}: expected finite numbers above 0, got {min(measured)} to {max(measured)}; time again")
     scale_K = np.maximum(np.abs(counts_RK).max(axis=0), 1.0)
     matrix_RK = counts_RK / scale_K / target_R[:, None]
     solution_K = _non_negative_least_squares(matrix_RK, np.ones(len(target_R))) / scale_K

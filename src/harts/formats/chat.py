@@ -161,8 +161,8 @@ def _rendered(row: Row, turns: Iterator[_Turn]) -> Iterator[_Turn]:
         except StopIteration:
             return
         except Exception as error:  # jinja templates raise what they like
-            came = f"{type(error).__name__}: {error}"
-            raise row.error("messages", "messages that can be rendered", came, "fix or drop this row") from error
+            got = f"{type(error).__name__}: {error}"
+            raise row.error("messages", "messages that can be rendered", got, "fix or drop this row") from error
         yield turn
 
 

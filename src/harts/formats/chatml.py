@@ -88,7 +88,7 @@ def pieces(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -
             with_tools = role == "system" and index == 0 and tools
             done.append(_closed(str(role), _tools_block(text, tools or ()) if with_tools else [text]))
         else:
-            raise ValueError(f"message {index}: expected a role of system, user, assistant or tool, came {role!r}")
+            raise ValueError(f"message {index}: expected a role of system, user, assistant or tool, got {role!r}")
     return done
 
 
@@ -113,7 +113,7 @@ def text_of(message: Mapping[str, Any]) -> str:
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise ValueError(f"expected text as the content of a {message.get('role')} message, came {type(content).__name__}")
+    raise ValueError(f"expected text as the content of a {message.get('role')} message, got {type(content).__name__}")
 
 
 def without_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,7 +140,7 @@ def _assistant(message: Mapping[str, Any], text: str) -> list[str | int]:
         function = call.get("function", call)
         name, arguments = function.get("name"), function.get("arguments", "{}")
         if not isinstance(name, str):
-            raise ValueError(f"expected a name in tool call {index}, came {name!r}")
+            raise ValueError(f"expected a name in tool call {index}, got {name!r}")
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         if text or index:

@@ -22,7 +22,7 @@ def check_trainable(trajectories: Iterable[Trajectory], *, name: str = "trajecto
 def untrained(name: str, count: int) -> ValueError:
     """The error about `count` trajectories without a trained token."""
     return ValueError(
-        f"{name}: expected a trained token, came none in {count} trajectories; field loss_mask is 0 everywhere (in "
+        f"{name}: expected a trained token, got none in {count} trajectories; field loss_mask is 0 everywhere (in "
         "chat rows: no assistant message, or ignore_loss on each)"
     )
 
@@ -35,7 +35,7 @@ def check_vocabulary(trajectories: Iterable[Trajectory], vocab_size: int) -> Non
             at = int(np.argmax(outside))
             raise ValueError(
                 f"trajectory {trajectory.name}, field token_ids: expected ids below the vocabulary size {vocab_size}, "
-                f"came {trajectory.token_ids[at]} at position {at}; were the tokens made with another tokenizer?"
+                f"got {trajectory.token_ids[at]} at position {at}; were the tokens made with another tokenizer?"
             )
 
 
@@ -45,7 +45,7 @@ def check_ids(trajectories: Sequence[Trajectory]) -> None:
     for index, trajectory in enumerate(trajectories):
         if trajectory.id in seen:
             raise ValueError(
-                f"trajectory {trajectory.id!r}, field id: expected a unique name, came the same at "
+                f"trajectory {trajectory.id!r}, field id: expected a unique name, got the same at "
                 f"{seen[trajectory.id]} and {index}; give every trajectory its own"
             )
         seen[trajectory.id] = index

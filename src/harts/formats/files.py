@@ -41,7 +41,7 @@ def parts_of(source: Source) -> Iterator[Iterator[Row]]:
             yield Row(_mapping(place, fields), place, number)
             number += 1
         if number == start:
-            raise ValueError(f"{name}: expected at least one row, came none; is this the right file?")
+            raise ValueError(f"{name}: expected at least one row, got none; is this the right file?")
 
     empty = True
     for item in items:
@@ -52,7 +52,7 @@ def parts_of(source: Source) -> Iterator[Iterator[Row]]:
         else:
             yield rows("source", _memory_rows(item, items))
     if empty:
-        raise ValueError("source: expected a path or at least one row, came an empty sequence; is it used up?")
+        raise ValueError("source: expected a path or at least one row, got an empty sequence; is it used up?")
 
 
 def _memory_rows(first: Any, rest: Iterator[Any]) -> Iterator[tuple[str, Any]]:
@@ -66,7 +66,7 @@ def _mapping(place: str, fields: Any) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], fields)
     if hasattr(fields, "prompt_token_ids") and hasattr(fields, "outputs"):  # vLLM's RequestOutput itself
         return cast(Mapping[str, Any], vars(fields))
-    raise ValueError(f"{place}: expected an object with named fields, came {type(fields).__name__}; see docs/data.md")
+    raise ValueError(f"{place}: expected an object with named fields, got {type(fields).__name__}; see docs/data.md")
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -74,18 +74,18 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         file = opened if isinstance(opened, BufferedReader) else BufferedReader(cast(RawIOBase, opened))
         magic = file.peek(4)[:4]
         if not magic:
-            raise ValueError(f"{path}: expected at least one row, came an empty file; is this the right file?")
+            raise ValueError(f"{path}: expected at least one row, got an empty file; is this the right file?")
         if magic == _PARQUET:
             if str(path) == STDIN:
-                raise ValueError(f"{path}: expected JSON Lines, came Parquet; give its path, it cannot be piped")
+                raise ValueError(f"{path}: expected JSON Lines, got Parquet; give its path, it cannot be piped")
             yield from _parquet_rows(path)
             return
         ending = "" if str(path) == STDIN else ending_of(path)
         if ending == ".parquet":
-            raise ValueError(f"{path}: expected Parquet, came no 'PAR1' at its start; write or fetch the file again")
+            raise ValueError(f"{path}: expected Parquet, got no 'PAR1' at its start; write or fetch the file again")
         if ending not in ENDINGS:
             expected = "JSON Lines (.jsonl, .ndjson or .json, with .gz or .zst if compressed) or .parquet"
-            raise ValueError(f"{path}: expected {expected}, came {ending}; convert it or rename it")
+            raise ValueError(f"{path}: expected {expected}, got {ending}; convert it or rename it")
         yield from json_rows(path, _chunks(path, file, magic))
 
 

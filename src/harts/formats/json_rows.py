@@ -66,7 +66,7 @@ def _utf8(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
     if encoding == "utf-8":
         if b"\0" in start[:4]:
             raise ValueError(
-                f"{path}, line 1: expected UTF-8, or UTF-16 with a byte-order mark, came zero bytes; convert"
+                f"{path}, line 1: expected UTF-8, or UTF-16 with a byte-order mark, got zero bytes; convert"
             )
         yield from pieces
         return
@@ -116,8 +116,8 @@ def _loads(place: str, line: bytes, hint: str) -> Any:
     if "\\ud" in text or "\\uD" in text:
         found = _path_to(fields, _has_surrogate)
         if found is not None:
-            came = "half a surrogate pair, which is no character"
-            raise row.error(found.removeprefix("."), "text", came, "write the character whole, or drop the row")
+            got = "half a surrogate pair, which is no character"
+            raise row.error(found.removeprefix("."), "text", got, "write the character whole, or drop the row")
     return fields
 
 

@@ -59,7 +59,7 @@ def from_lists(
     columns |= {name: value for name, value in given.items() if value is not None}
     for name, column in columns.items():
         if len(column) != count:
-            raise ValueError(f"{name}: expected one element per trajectory ({count}), came {len(column)}")
+            raise ValueError(f"{name}: expected one element per trajectory ({count}), got {len(column)}")
     done = []
     for index in range(count):
         fields = {name: _plain(column[index]) for name, column in columns.items() if column[index] is not None}
@@ -98,7 +98,7 @@ def from_padded(
     """
     ids, attention = to_numpy(token_ids), to_numpy(attention_mask)
     if ids.ndim != 2:
-        raise ValueError(f"token_ids: expected shape [B, L], came {list(ids.shape)}; use from_lists for ragged lists")
+        raise ValueError(f"token_ids: expected shape [B, L], got {list(ids.shape)}; use from_lists for ragged lists")
     padded = {"attention_mask": attention, "loss_mask": to_numpy(loss_mask)}
     optional = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "merge_keys": merge_keys}
     padded |= {name: to_numpy(value) for name, value in optional.items() if value is not None}
@@ -110,11 +110,11 @@ def from_padded(
             columns["advantages"] = advantages
     for name, array in padded.items():
         if array.shape != ids.shape:
-            raise ValueError(f"{name}: expected the shape of token_ids {list(ids.shape)}, came {list(array.shape)}")
+            raise ValueError(f"{name}: expected the shape of token_ids {list(ids.shape)}, got {list(array.shape)}")
     given = columns.get("id")
     names = [f"row{b}" for b in range(len(ids))] if given is None else given
     if len(names) != len(ids):
-        raise ValueError(f"id: expected one element per trajectory ({len(ids)}), came {len(names)}")
+        raise ValueError(f"id: expected one element per trajectory ({len(ids)}), got {len(names)}")
     spans = [_span(line, name) for line, name in zip(attention, names, strict=True)]
     if routes is not None:
         columns["routes"] = _cut_routes(to_numpy(routes), ids.shape, spans, names)
@@ -128,7 +128,7 @@ def _cut_routes(
 ) -> list[NDArray[Any] | None]:
     if routes.ndim != 4 or routes.shape[:2] != shape or routes.dtype.kind not in "iu":
         expected = f"integers of shape {[*shape, 'layers', 'experts per token']}"
-        raise ValueError(f"routes: expected {expected}, came {routes.dtype} of shape {list(routes.shape)}")
+        raise ValueError(f"routes: expected {expected}, got {routes.dtype} of shape {list(routes.shape)}")
     done = []
     for index, (line, span, name) in enumerate(zip(routes, spans, names, strict=True)):
         row = Row({"id": name}, f"row {index + 1}", index)
@@ -138,17 +138,17 @@ def _cut_routes(
 
 def _span(attention: NDArray[Any], name: str) -> slice:
     if attention.dtype.kind not in "iufb" or not np.isin(attention, (0, 1)).all():
-        raise ValueError(f"trajectory {name!r}, field attention_mask: expected 0/1 or booleans, came other values")
+        raise ValueError(f"trajectory {name!r}, field attention_mask: expected 0/1 or booleans, got other values")
     inside = np.flatnonzero(attention)
     if len(inside) == 0:
         raise ValueError(
-            f"trajectory {name!r}, field attention_mask: expected a token, came padding only; drop the line"
+            f"trajectory {name!r}, field attention_mask: expected a token, got padding only; drop the line"
         )
     start, stop = int(inside[0]), int(inside[-1]) + 1
     if stop - start != len(inside):
         hole = start + int(np.argmin(attention[start:stop]))
         raise ValueError(
-            f"trajectory {name!r}, field attention_mask: expected padding only before or after the tokens, came a hole "
+            f"trajectory {name!r}, field attention_mask: expected padding only before or after the tokens, got a hole "
             f"at position {hole}; move the padding to one side"
         )
     return slice(start, stop)

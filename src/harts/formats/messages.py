@@ -81,8 +81,8 @@ def _check_content(row: Row, place: str, content: Any) -> None:
         if not isinstance(part, Mapping):
             raise row.error(here, "a part {type: text, text: ...}", type(part).__name__, "join the texts to one string")
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            came = f"type {part.get('type')!r} with {', '.join(map(str, part)) or 'nothing'}"
-            raise row.error(here, "a text part {type: text, text: ...}", came, "HARTS reads text only: drop this row")
+            got = f"type {part.get('type')!r} with {', '.join(map(str, part)) or 'nothing'}"
+            raise row.error(here, "a text part {type: text, text: ...}", got, "HARTS reads text only: drop this row")
         _refuse_unknown(row, here, part, _PART, "a member of a text part")
 
 

@@ -60,8 +60,8 @@ def per_token(row: Row, name: str, length: int, *, what: str) -> NDArray[Any]:
     if values.ndim == 2 and name == "logprobs":
         values = values[:, 0]
     if values.shape != (length,):
-        came = f"shape {list(values.shape)}"
-        raise row.error(name, f"one value per {what} token ({length})", came, "give every token its value")
+        got = f"shape {list(values.shape)}"
+        raise row.error(name, f"one value per {what} token ({length})", got, "give every token its value")
     return values
 
 

@@ -31,7 +31,7 @@ def files_at(item: str | PathLike[str]) -> list[Path]:
         if not files:
             expected = f"files with one of the endings {', '.join(_IN_DIRECTORY)} (.gz, .zst)"
             action = f"for directories below it give a pattern, as '{path}/**/*.jsonl'"
-            raise ValueError(f"{path}: expected {expected} in this directory, came none; {action}")
+            raise ValueError(f"{path}: expected {expected} in this directory, got none; {action}")
         return files
     if not path.exists() and glob.has_magic(str(path)):
         matching = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]

@@ -77,9 +77,9 @@ def iter_trajectories(
     """
     for name, value, known in (("rows", rows, Rows), ("fmt", fmt, Format), ("reasoning", reasoning, Reasoning)):
         if value not in get_args(known):
-            raise ValueError(f"{name}: expected one of {', '.join(get_args(known))}, came {value!r}")
+            raise ValueError(f"{name}: expected one of {', '.join(get_args(known))}, got {value!r}")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"limit: expected None or a positive number of trajectories, came {limit!r}")
+        raise ValueError(f"limit: expected None or a positive number of trajectories, got {limit!r}")
     template = None if tokenizer is None else load(tokenizer)
     return _checked(islice(_all(source, fmt, rows, reasoning, template), limit), source)
 
@@ -95,8 +95,8 @@ def _all(
                 reader = _reader(_format_of(row) if fmt == "auto" else fmt, rows, reasoning, template)
             for trajectory in reader(row):
                 if trajectory.id in places:
-                    came = f"the id of {places[trajectory.id]}"
-                    raise row.error("id", "a name used once", f"{trajectory.id!r}, {came}", "give every row its own")
+                    got = f"the id of {places[trajectory.id]}"
+                    raise row.error("id", "a name used once", f"{trajectory.id!r}, {got}", "give every row its own")
                 places[trajectory.id] = row.place
                 yield trajectory
 
@@ -144,6 +144,6 @@ def _format_of(row: Row) -> str:
     if {"input", "output", "score"} <= row.fields.keys():
         fields += " (text that verl dumps: it has no token ids)"
     raise ValueError(
-        f"{row.place}: expected token_ids, messages, or the fields of {', '.join(_MODULES)}, came the fields {fields}; "
+        f"{row.place}: expected token_ids, messages, or the fields of {', '.join(_MODULES)}, got the fields {fields}; "
         "rename them or pass fmt="
     )

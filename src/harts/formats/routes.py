@@ -93,15 +93,15 @@ def join(row: Row, prompt: Record, response: Record | None, *, boundary: int) ->
     stop = prompt.start + len(prompt.experts_RYK)
     if stop > boundary or (response is not None and stop < boundary):
         expected = f"{max(boundary - prompt.start, 0)} rows, one per prompt token"
-        came = f"{len(prompt.experts_RYK)} rows"
-        raise row.error(prompt.name, expected, came, "give the prompt's own record")
+        got = f"{len(prompt.experts_RYK)} rows"
+        raise row.error(prompt.name, expected, got, "give the prompt's own record")
     if response is None:
         return prompt
     one, other = prompt.experts_RYK, response.experts_RYK
     if one.shape[1:] != other.shape[1:]:
         expected = f"{one.shape[1]} layers and {one.shape[2]} experts per token, as {prompt.name} has"
-        came = f"{other.shape[1]} and {other.shape[2]}"
-        raise row.error(response.name, expected, came, "record both with one model")
+        got = f"{other.shape[1]} and {other.shape[2]}"
+        raise row.error(response.name, expected, got, "record both with one model")
     return Record(response.name, np.concatenate([one, other]), prompt.start)
 
 
@@ -207,11 +207,11 @@ def _shaped(row: Row, name: str, flat: NDArray[Any], shape: tuple[int, ...]) -> 
     """Flat numbers as [R, Y, K]; R is what there is where the shape does not say."""
     per_token = int(np.prod(shape[-2:]))
     if flat.size % per_token or (len(shape) == 3 and flat.size != shape[0] * per_token):
-        came = f"{flat.size} numbers"
+        got = f"{flat.size} numbers"
         expected = (
             f"{'a multiple of ' if len(shape) == 2 else ''}{int(np.prod(shape))} numbers, for shape {list(shape)}"
         )
-        raise row.error(name, expected, came, "check routed_experts_shape and its dtype")
+        raise row.error(name, expected, got, "check routed_experts_shape and its dtype")
     return flat.reshape(-1, *shape[-2:])
 
 

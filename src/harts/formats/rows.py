@@ -63,10 +63,10 @@ class Row:
             raise self.error(name, "a string", repr(value), "convert it with str()")
         return value
 
-    def error(self, name: str, expected: str, came: str, action: str) -> ValueError:
+    def error(self, name: str, expected: str, got: str, action: str) -> ValueError:
         """The ValueError to raise about one field."""
         return ValueError(
-            f"{self.place}: trajectory {self.id!r}, field {name}: expected {expected}, came {came}; {action}"
+            f"{self.place}: trajectory {self.id!r}, field {name}: expected {expected}, got {got}; {action}"
         )
 
     def refuse_unknown(self, known: Collection[str]) -> None:
@@ -193,8 +193,8 @@ def _per_response_token(row: Row, name: str, value: Any, length: int) -> NDArray
     return array
 
 
-def _length_error(row: Row, name: str, came: int, length: int) -> ValueError:
-    return row.error(name, f"one value per response token ({length})", f"{came} values", "give every token its value")
+def _length_error(row: Row, name: str, got: int, length: int) -> ValueError:
+    return row.error(name, f"one value per response token ({length})", f"{got} values", "give every token its value")
 
 
 def _without_nulls(row: Row, name: str, values: Any, mask: Any) -> Any:

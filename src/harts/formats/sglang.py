@@ -72,9 +72,9 @@ def _prompt(row: Row, info: Mapping[str, Any]) -> Any:
         return prompt
     entries, length = info.get("input_token_logprobs"), info.get("prompt_tokens")
     if entries is None or length is None or len(entries) != length:
-        came = "none" if entries is None else f"{len(entries)} of {length} prompt tokens in input_token_logprobs"
+        got = "none" if entries is None else f"{len(entries)} of {length} prompt tokens in input_token_logprobs"
         action = "put the request's input_ids into the row, or ask for logprob_start_len=0"
-        raise row.error("input_ids", "the prompt's token ids", came, action)
+        raise row.error("input_ids", "the prompt's token ids", got, action)
     return _columns(row, "input_token_logprobs", entries)[1]
 
 

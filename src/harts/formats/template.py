@@ -31,11 +31,11 @@ def load(tokenizer: Any) -> "Template":
     if isinstance(tokenizer, str | PathLike):
         tokenizer = load_tokenizer(tokenizer)
     if not hasattr(tokenizer, "apply_chat_template"):
-        came = type(tokenizer).__name__
-        raise ValueError(f"tokenizer: expected a directory or a transformers tokenizer, came {came}; see docs/data.md")
+        got = type(tokenizer).__name__
+        raise ValueError(f"tokenizer: expected a directory or a transformers tokenizer, got {got}; see docs/data.md")
     if not getattr(tokenizer, "chat_template", None):
         action = "set tokenizer.chat_template, or pass tokenizer=None for ChatML in the Qwen vocabulary"
-        raise ValueError(f"tokenizer: expected one with a chat template, came {type(tokenizer).__name__}; {action}")
+        raise ValueError(f"tokenizer: expected one with a chat template, got {type(tokenizer).__name__}; {action}")
     return Template(tokenizer)
 
 

@@ -14,9 +14,9 @@ def load_tokenizer(path: str | PathLike[str]) -> Any:
         ValueError: no such directory, or none that holds a tokenizer.
     """
     if not Path(path).is_dir():
-        came = "a file" if Path(path).exists() else "none of that name"
+        got = "a file" if Path(path).exists() else "none of that name"
         action = "pass the folder that holds tokenizer.json; a tokenizer of a model hub has to be downloaded before"
-        raise ValueError(f"tokenizer {str(path)!r}: expected a directory, came {came}; {action}")
+        raise ValueError(f"tokenizer {str(path)!r}: expected a directory, got {got}; {action}")
     from transformers import AutoTokenizer
 
     try:

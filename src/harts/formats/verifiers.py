@@ -59,9 +59,9 @@ def _of_rollout(row: Row) -> Iterator[Trajectory]:
     shared["group"] = row.text("group", row.text("example_id", row.id))
     for index, step in enumerate(steps):
         if not isinstance(step, Mapping) or not isinstance(step.get("tokens"), Mapping):
-            came = "none" if isinstance(step, Mapping) else type(step).__name__
+            got = "none" if isinstance(step, Mapping) else type(step).__name__
             action = "save the rollouts with the tokens of every step"
-            raise row.error(f"trajectory[{index}].tokens", "an object with token ids", came, action)
+            raise row.error(f"trajectory[{index}].tokens", "an object with token ids", got, action)
         own = {name: step[name] for name in ("reward", "advantage") if step.get(name) is not None}
         fields = {**shared, **own, "id": f"{row.id}/step{index}"}
         yield _trajectory(_with_tokens(row, {**fields, "tokens": step["tokens"]}))
@@ -90,9 +90,9 @@ def _trajectory(row: Row) -> Trajectory:
         fields["reward"] = row.fields["rewards"]
     if row.get("completion_logprobs") is not None:
         if in_prompt.any():
-            came = f"trained tokens at {int(np.count_nonzero(in_prompt))} positions, without log-probabilities"
+            got = f"trained tokens at {int(np.count_nonzero(in_prompt))} positions, without log-probabilities"
             raise row.error(
-                "prompt_mask", "0 (untrained) at every token of the prompt", came, "move them, or train none"
+                "prompt_mask", "0 (untrained) at every token of the prompt", got, "move them, or train none"
             )
         logprobs = per_token(row, "completion_logprobs", length, what="completion")
         fields["logprobs"] = np.concatenate([np.zeros(start), logprobs])
@@ -130,7 +130,7 @@ def _temperature(row: Row, trained: NDArray[np.bool_]) -> dict[str, Any]:
     if not len(values):
         return {}
     if (values != values[0]).any():
-        came = f"{float(values.min())} to {float(values.max())}"
+        got = f"{float(values.min())} to {float(values.max())}"
         action = "make a trajectory of each, as turns of one group"
-        raise row.error("completion_temperatures", "one temperature for all trained tokens", came, action)
+        raise row.error("completion_temperatures", "one temperature for all trained tokens", got, action)
     return {"temperature": float(values[0])}

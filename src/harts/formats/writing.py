@@ -29,18 +29,18 @@ def write(path: str | PathLike[str], trajectories: Iterable[Trajectory]) -> None
     """
     path = Path(path)
     if not path.name.endswith(_ENDINGS):
-        raise ValueError(f"{path}: expected an ending of {', '.join(_ENDINGS)}, came {path.suffix!r}; rename it")
+        raise ValueError(f"{path}: expected an ending of {', '.join(_ENDINGS)}, got {path.suffix!r}; rename it")
     seen: set[str] = set()
     with replacing(path) as temporary:
         with _opened(temporary, path.suffix) as stream:
             for trajectory in trajectories:
                 if not trajectory.id or trajectory.id in seen:
-                    came = "the same twice" if trajectory.id else "none"
-                    raise ValueError(f"trajectory {trajectory.name}, field id: expected a unique name, came {came}")
+                    got = "the same twice" if trajectory.id else "none"
+                    raise ValueError(f"trajectory {trajectory.name}, field id: expected a unique name, got {got}")
                 seen.add(trajectory.id)
                 stream.write(_line(trajectory))
         if not seen:
-            raise ValueError(f"{path}: expected at least one trajectory, came none; such a file could not be read")
+            raise ValueError(f"{path}: expected at least one trajectory, got none; such a file could not be read")
 
 
 def _line(trajectory: Trajectory) -> bytes:
@@ -48,7 +48,7 @@ def _line(trajectory: Trajectory) -> bytes:
         text = json.dumps(fields_of(trajectory), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"trajectory {trajectory.name}, field meta: expected what JSON can hold, came {error}; convert it before"
+            f"trajectory {trajectory.name}, field meta: expected what JSON can hold, got {error}; convert it before"
         ) from error
     return text.encode() + b"\n"
 

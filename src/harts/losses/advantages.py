@@ -53,12 +53,12 @@ def group_advantages(
     rewards_S = np.asarray(rewards, dtype=np.float64)
     if rewards_S.ndim != 1 or len(rewards_S) != len(groups):
         raise ValueError(
-            f"rewards: expected one number per entry of groups ({len(groups)}), came shape {list(rewards_S.shape)}; "
+            f"rewards: expected one number per entry of groups ({len(groups)}), got shape {list(rewards_S.shape)}; "
             "pass flat sequences of one length"
         )
     if not np.isfinite(rewards_S).all():
         at = int(np.argmin(np.isfinite(rewards_S)))
-        raise ValueError(f"rewards: expected finite numbers, came {rewards_S[at]} at {at}; fix or leave out the sample")
+        raise ValueError(f"rewards: expected finite numbers, got {rewards_S[at]} at {at}; fix or leave out the sample")
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -66,7 +66,7 @@ def group_advantages(
     for group, indices in members.items():
         if len(indices) == 1 and singletons == "error":
             raise ValueError(
-                f"group {group!r}: expected two members or more, came one (sample {indices[0]}); it has no siblings to "
+                f"group {group!r}: expected two members or more, got one (sample {indices[0]}); it has no siblings to "
                 "be compared with: sample more, give advantages yourself, or pass singletons='zero'"
             )
         advantages_S[indices] = _one_group(rewards_S[indices], scale, leave_one_out, eps)
@@ -75,11 +75,11 @@ def group_advantages(
 
 def _check_settings(scale: str, singletons: str, eps: float) -> None:
     if scale not in ("std", "none"):
-        raise ValueError(f"scale: expected one of std, none, came {scale!r}; choose one of them")
+        raise ValueError(f"scale: expected one of std, none, got {scale!r}; choose one of them")
     if singletons not in ("error", "zero"):
-        raise ValueError(f"singletons: expected one of error, zero, came {singletons!r}; choose one of them")
+        raise ValueError(f"singletons: expected one of error, zero, got {singletons!r}; choose one of them")
     if not (np.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps: expected a finite number >= 0, came {eps}; correct it")
+        raise ValueError(f"eps: expected a finite number >= 0, got {eps}; correct it")
 
 
 def _one_group(rewards_G: NDArray[np.float64], scale: Scale, leave_one_out: bool, eps: float) -> NDArray[np.float64]:
@@ -139,5 +139,5 @@ def fill_advantages(
 
 def _missing(trajectory: Trajectory, name: str, expected: str) -> ValueError:
     return ValueError(
-        f"trajectory {trajectory.name}, field {name}: expected {expected}, came none; give every trajectory its {name}"
+        f"trajectory {trajectory.name}, field {name}: expected {expected}, got none; give every trajectory its {name}"
     )

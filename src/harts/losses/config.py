@@ -157,5 +157,5 @@ class LossConfig:
             raise _error(name, f"None with algorithm={self.algorithm!r}", repr(value), f"only these use it: {used}")
 
 
-def _error(name: str, expected: str, came: str, action: str) -> ValueError:
-    return ValueError(f"loss config, field {name}: expected {expected}, came {came}; {action}")
+def _error(name: str, expected: str, got: str, action: str) -> ValueError:
+    return ValueError(f"loss config, field {name}: expected {expected}, got {got}; {action}")

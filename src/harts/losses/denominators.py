@@ -51,23 +51,23 @@ class StepDenominators:
     def __post_init__(self) -> None:
         counts = self.tokens_of_S
         if counts.ndim != 1 or counts.dtype != torch.int64 or counts.device.type != "cpu":
-            came = f"{counts.dtype} {list(counts.shape)} on {counts.device}"
-            raise ValueError(f"tokens_of_S: expected int64 [S] on the CPU, came {came}; convert it")
+            got = f"{counts.dtype} {list(counts.shape)} on {counts.device}"
+            raise ValueError(f"tokens_of_S: expected int64 [S] on the CPU, got {got}; convert it")
         if (counts < 0).any():
-            raise ValueError(f"tokens_of_S: expected counts >= 0, came {int(counts.min())}; count the trained tokens")
+            raise ValueError(f"tokens_of_S: expected counts >= 0, got {int(counts.min())}; count the trained tokens")
         if counts.sum() == 0:
             raise ValueError(
-                f"loss_mask: expected a trained token somewhere in the step, came none in {len(counts)} trajectories; "
+                f"loss_mask: expected a trained token somewhere in the step, got none in {len(counts)} trajectories; "
                 "check the masks"
             )
         groups = self.group_of_S
         if groups is not None and (groups.dtype != torch.int64 or groups.shape != counts.shape or (groups < 0).any()):
             raise ValueError(
-                f"group_of_S: expected int64 [{len(counts)}], >= 0, came {groups.dtype} {list(groups.shape)}; "
+                f"group_of_S: expected int64 [{len(counts)}], >= 0, got {groups.dtype} {list(groups.shape)}; "
                 "number the groups from 0"
             )
         if self.names and len(self.names) != len(counts):
-            raise ValueError(f"names: expected {len(counts)}, came {len(self.names)}; give every sequence one or none")
+            raise ValueError(f"names: expected {len(counts)}, got {len(self.names)}; give every sequence one or none")
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "StepDenominators":
@@ -111,18 +111,18 @@ class StepDenominators:
         elif normalization == "group":
             if self.group_of_S is None:
                 raise ValueError(
-                    "normalization 'group': expected a group for every trajectory, came some without; name their "
+                    "normalization 'group': expected a group for every trajectory, got some without; name their "
                     "groups or choose one of token, sequence, constant"
                 )
             tokens_of_G = torch.bincount(self.group_of_S, weights=tokens_S)
             divisor_S = (tokens_of_G > 0).sum() * tokens_of_G[self.group_of_S]
         elif normalization == "constant":
             if max_length is None or max_length < 1:
-                raise ValueError(f"max_length: expected an integer >= 1, came {max_length}; give the response limit")
+                raise ValueError(f"max_length: expected an integer >= 1, got {max_length}; give the response limit")
             divisor_S = torch.full_like(tokens_S, len(tokens_S) * max_length)
         else:
             raise ValueError(
-                f"normalization: expected one of token, sequence, group, constant, came {normalization!r}; "
+                f"normalization: expected one of token, sequence, group, constant, got {normalization!r}; "
                 "choose one of them"
             )
         return torch.where(tokens_S > 0, 1 / divisor_S.clamp(min=1), 0.0)
@@ -141,23 +141,21 @@ class StepDenominators:
         size = len(self.tokens_of_S)
         outside_R = (sequence_of_R < 0) | (sequence_of_R >= size)
         if outside_R.any():
-            came = int(sequence_of_R[outside_R][0])
-            raise ValueError(f"sequence_of_N: expected indices in [0, {size}), came {came}; number within the step")
+            got = int(sequence_of_R[outside_R][0])
+            raise ValueError(f"sequence_of_N: expected indices in [0, {size}), got {got}; number within the step")
         wrong_R = tokens_of_R != self.tokens_of_S[sequence_of_R]
         if wrong_R.any():
             run = int(wrong_R.int().argmax())
             sequence = int(sequence_of_R[run])
             raise ValueError(
                 f"{self.label(sequence)}, field loss_mask: expected {int(self.tokens_of_S[sequence])} trained tokens "
-                f"in a row, as in the step's denominators, came {int(tokens_of_R[run])}; a trajectory must be whole in "
+                f"in a row, as in the step's denominators, got {int(tokens_of_R[run])}; a trajectory must be whole in "
                 "one microbatch, and be numbered as in the step"
             )
         ordered_R = sequence_of_R.sort().values
         repeated = ordered_R[1:][ordered_R[1:] == ordered_R[:-1]]
         if len(repeated):
-            raise ValueError(
-                f"{self.label(int(repeated[0]))}: expected once in a microbatch, came twice; leave one out"
-            )
+            raise ValueError(f"{self.label(int(repeated[0]))}: expected once in a microbatch, got twice; leave one out")
 
     def label(self, sequence: int) -> str:
         """What messages call a sequence of the step."""

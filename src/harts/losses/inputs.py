@@ -50,7 +50,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], requires: Collection[
             if missing:
                 raise ValueError(
                     f"trajectory {trajectory.name}, field {field_name}: expected a value, as the loss needs {name}, "
-                    f"came none; {action}"
+                    f"got none; {action}"
                 )
 
 
@@ -87,7 +87,7 @@ class LossInputs:
     def __post_init__(self) -> None:
         first = self.logprobs_N
         if first.ndim != 1:
-            raise ValueError(f"logprobs_N: expected a flat tensor [N], came shape {list(first.shape)}; flatten it")
+            raise ValueError(f"logprobs_N: expected a flat tensor [N], got shape {list(first.shape)}; flatten it")
         for entry in fields(self):
             value: Tensor | None = getattr(self, entry.name)
             if value is None:
@@ -96,7 +96,7 @@ class LossInputs:
             right = value.is_floating_point() if kind == "floating point" else value.dtype == getattr(torch, kind)
             if not right or value.shape != first.shape or value.device != first.device:
                 raise ValueError(
-                    f"{entry.name}: expected {kind} {list(first.shape)} on {first.device} as logprobs_N, came "
+                    f"{entry.name}: expected {kind} {list(first.shape)} on {first.device} as logprobs_N, got "
                     f"{value.dtype} {list(value.shape)} on {value.device}; convert it"
                 )
 
@@ -135,11 +135,11 @@ class LossInputs:
         check_trajectories(trajectories, set(requires) - {k for k, v in given.items() if v is not None})
         if "behaviour_logprobs" in requires and old_logprobs is None:
             raise ValueError(
-                "old_logprobs: expected the trainer's own, as tis_cap compares them with the sampler's, came none; run "
+                "old_logprobs: expected the trainer's own, as tis_cap compares them with the sampler's, got none; run "
                 "the model without gradients before the update and pass what it gives"
             )
         if "entropy" in requires and entropy is None:
-            raise ValueError("entropy: expected a tensor, as the loss needs it, came none; ask the model for entropies")
+            raise ValueError("entropy: expected a tensor, as the loss needs it, got none; ask the model for entropies")
 
         def recorded(name: str) -> Tensor | None:
             return _concatenate(trajectories, name, logprobs)
@@ -218,7 +218,7 @@ class TrainedTokens:
         value: Tensor | None = getattr(self, f"{name}_T")
         if value is None:
             action = _SOURCES[name][1] if name in _SOURCES else "ask the model for it"
-            raise ValueError(f"{name}_N: expected a tensor, as the loss needs it, came none; {action}")
+            raise ValueError(f"{name}_N: expected a tensor, as the loss needs it, got none; {action}")
         return value
 
     def sequence_mean(self, value_T: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class TrainedTokens:
                 at = int(torch.isfinite(value_T).int().argmin())
                 sequence = int(self.sequence_of_R[self.run_of_T[at]])
                 raise ValueError(
-                    f"{label(sequence)}, {name}: expected a finite number, came {value_T[at].item()} at token "
+                    f"{label(sequence)}, {name}: expected a finite number, got {value_T[at].item()} at token "
                     f"{int(self.index_T[at])} of the microbatch; {action}"
                 )
 
@@ -258,12 +258,12 @@ def _check_sizes(trajectories: Sequence[Trajectory], logprobs: Tensor, sequences
     total = sum(len(t) for t in trajectories)
     if logprobs.shape != (total,):
         raise ValueError(
-            f"logprobs: expected one value per token of {len(trajectories)} trajectories ([{total}]), came shape "
+            f"logprobs: expected one value per token of {len(trajectories)} trajectories ([{total}]), got shape "
             f"{list(logprobs.shape)}; pass the log-probabilities of these trajectories"
         )
     if len(sequences) != len(trajectories):
         raise ValueError(
-            f"sequences: expected one index per trajectory ({len(trajectories)}), came {len(sequences)}; "
+            f"sequences: expected one index per trajectory ({len(trajectories)}), got {len(sequences)}; "
             "give each its index within the optimiser step"
         )
 

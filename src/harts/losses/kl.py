@@ -35,4 +35,4 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: KLEstimat
         return delta_T.square() / 2
     if estimator == "k3":
         return expm1(delta_T) - delta_T  # expm1: for close policies exp(d) - 1 - d would cancel
-    raise ValueError(f"estimator: expected one of k1, k2, k3, came {estimator!r}; choose one of them")
+    raise ValueError(f"estimator: expected one of k1, k2, k3, got {estimator!r}; choose one of them")

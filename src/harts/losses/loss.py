@@ -127,7 +127,7 @@ class Loss:
                 at = int(different_T.int().argmax())
                 label = denominators.label(int(tokens.sequence_of_R[tokens.run_of_T[at]]))
                 raise ValueError(
-                    f"{label}, field advantages: expected one value for the whole sequence with algorithm='gspo', came "
+                    f"{label}, field advantages: expected one value for the whole sequence with algorithm='gspo', got "
                     f"another at token {int(tokens.index_T[at])} of the microbatch; use algorithm='gspo_token'"
                 )
 

@@ -33,7 +33,7 @@ class LossMetrics:
         for ours, theirs in zip(self._parts(), other._parts(), strict=True):
             if ours.keys() != theirs.keys():
                 odd = ", ".join(sorted(ours.keys() ^ theirs.keys()))
-                raise ValueError(f"metrics: expected the same names, came {odd} in one only; use one loss for a step")
+                raise ValueError(f"metrics: expected the same names, got {odd} in one only; use one loss for a step")
         return LossMetrics(
             totals={name: value + other.totals[name] for name, value in self.totals.items()},
             token_sums={name: value + other.token_sums[name] for name, value in self.token_sums.items()},

@@ -56,6 +56,6 @@ class Context:
     def give(self, name: str, values: Tensor) -> None:
         """Gives one entry a wanted row. The first time counts: recomputation in a backward gives the same again."""
         if len(values) != len(self.wanted[name].rows):
-            raise ValueError(f"{name}: expected {len(self.wanted[name].rows)} wanted rows, came {len(values)}")
+            raise ValueError(f"{name}: expected {len(self.wanted[name].rows)} wanted rows, got {len(values)}")
         if self.wanted[name].rows:
             self.given.setdefault(name, values)

@@ -127,7 +127,7 @@ def find_backbone(model: nn.Module) -> Backbone:
     if family is None:
         raise ValueError(_unsupported(f"model_type {config.model_type!r}"))
     if head is None:
-        raise ValueError(f"model: expected a causal language model with a head, came {type(inner).__name__}")
+        raise ValueError(f"model: expected a causal language model with a head, got {type(inner).__name__}")
     return Backbone(inner, inner.get_decoder(), head, config, family)
 
 

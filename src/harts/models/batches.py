@@ -137,12 +137,12 @@ def logprobs_flat(
     shape = tuple(input_ids_1N.shape)
     if len(shape) == 2 and shape[0] != 1:
         raise ValueError(
-            f"input_ids: expected one packed row, [1, N] or [N], came {list(shape)}; use harts.logprobs_padded"
+            f"input_ids: expected one packed row, [1, N] or [N], got {list(shape)}; use harts.logprobs_padded"
         )
     ids = _integers("input_ids", input_ids_1N.reshape(-1) if len(shape) == 2 else input_ids_1N, dims=1, shape="[1, N]")
     cuts = _cuts(len(ids), shape, cu_seqlens, position_ids)
     if scored_1N is not None and tuple(scored_1N.shape) != shape:
-        raise ValueError(f"scored: expected the shape of input_ids {list(shape)}, came {list(scored_1N.shape)}")
+        raise ValueError(f"scored: expected the shape of input_ids {list(shape)}, got {list(scored_1N.shape)}")
     flat = None if scored_1N is None else scored_1N.reshape(-1)
     scored = _scored("scored", flat, np.ones(len(ids), np.bool_), cuts[:-1])
     rows = [(ids[start:stop], scored[start:stop]) for start, stop in itertools.pairwise(cuts)]
@@ -182,9 +182,9 @@ def _score(
 
 def _integers(name: str, values: Tensor, *, dims: int, shape: str) -> Ints:
     if values.dim() != dims or values.numel() == 0:
-        raise ValueError(f"{name}: expected a batch {shape} with at least one token, came shape {list(values.shape)}")
+        raise ValueError(f"{name}: expected a batch {shape} with at least one token, got shape {list(values.shape)}")
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise ValueError(f"{name}: expected integers, came {values.dtype}; convert with .long()")
+        raise ValueError(f"{name}: expected integers, got {values.dtype}; convert with .long()")
     return values.detach().cpu().numpy().astype(np.int64, copy=False)
 
 
@@ -192,11 +192,11 @@ def _mask(name: str, values: Tensor | None, shape: tuple[int, ...]) -> Bools:
     if values is None:
         return np.ones(shape, np.bool_)
     if tuple(values.shape) != shape:
-        raise ValueError(f"{name}: expected the shape of input_ids {list(shape)}, came {list(values.shape)}")
+        raise ValueError(f"{name}: expected the shape of input_ids {list(shape)}, got {list(values.shape)}")
     mask = values.detach().cpu().numpy() if values.dtype != torch.bfloat16 else values.detach().float().cpu().numpy()
     if mask.dtype != np.bool_ and not np.isin(mask, (0, 1)).all():
         at = np.argwhere(~np.isin(mask, (0, 1)))[0].tolist()
-        raise ValueError(f"{name}: expected 0/1 or booleans, came {mask[tuple(at)]} at {at}")
+        raise ValueError(f"{name}: expected 0/1 or booleans, got {mask[tuple(at)]} at {at}")
     return mask.astype(np.bool_)
 
 
@@ -204,12 +204,12 @@ def _check_together(row: int, kept: Bools) -> None:
     at = np.flatnonzero(kept)
     if len(at) == 0:
         raise ValueError(
-            f"row {row}, attention_mask: expected at least one token, came only padding; leave this row out"
+            f"row {row}, attention_mask: expected at least one token, got only padding; leave this row out"
         )
     if int(at[-1]) - int(at[0]) + 1 != len(at):
         hole = int(at[0]) + int(np.argmin(kept[at[0] :]))
         raise ValueError(
-            f"row {row}, attention_mask: expected padding only before and behind the row's tokens, came some between "
+            f"row {row}, attention_mask: expected padding only before and behind the row's tokens, got some between "
             f"them, at place {hole}; move the tokens together"
         )
 
@@ -223,12 +223,12 @@ def _scored(name: str, values: Tensor | None, attended: Bools, first: Ints) -> B
     scored = _mask(name, values, attended.shape)
     if (scored & ~attended).any():
         at = np.argwhere(scored & ~attended)[0].tolist()
-        raise ValueError(f"{name}: expected only tokens to be scored, came padding at {at}; unset it")
+        raise ValueError(f"{name}: expected only tokens to be scored, got padding at {at}; unset it")
     bad = np.flatnonzero(scored.reshape(-1)[first])
     if len(bad):
         raise ValueError(
-            f"{name}: expected the first token of each row or sequence unset, since nothing predicts it, came it "
-            f"set in number {bad[0]}; unset it, or give the prompt that came before"
+            f"{name}: expected the first token of each row or sequence unset, since nothing predicts it, got it "
+            f"set in number {bad[0]}; unset it, or give the prompt that got before"
         )
     return scored
 
@@ -240,18 +240,18 @@ def _cuts(
     position_ids: Tensor | None,
 ) -> Ints:
     if (cu_seqlens is None) == (position_ids is None):
-        came = "none" if cu_seqlens is None else "both"
-        raise ValueError(f"expected exactly one of cu_seqlens and position_ids, came {came}")
+        got = "none" if cu_seqlens is None else "both"
+        raise ValueError(f"expected exactly one of cu_seqlens and position_ids, got {got}")
     if position_ids is not None:
         return _cuts_of_positions(position_ids, shape)
     cuts = _integers("cu_seqlens", torch.as_tensor(cu_seqlens), dims=1, shape="[S + 1]")
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length:
-        raise ValueError(f"cu_seqlens: expected to rise from 0 to {length}, the number of tokens, came {cuts.tolist()}")
+        raise ValueError(f"cu_seqlens: expected to rise from 0 to {length}, the number of tokens, got {cuts.tolist()}")
     sizes = np.diff(cuts)
     if (sizes < 1).any():
         bad = int(np.argmax(sizes < 1))
         raise ValueError(
-            f"sequence {bad}, cu_seqlens: expected at least one token, came {sizes[bad]}; leave empty sequences out"
+            f"sequence {bad}, cu_seqlens: expected at least one token, got {sizes[bad]}; leave empty sequences out"
         )
     return cuts
 
@@ -259,19 +259,19 @@ def _cuts(
 def _cuts_of_positions(position_ids: Tensor, shape: tuple[int, ...]) -> Ints:
     if tuple(position_ids.shape) != shape:
         raise ValueError(
-            f"position_ids: expected the shape of input_ids {list(shape)}, came {list(position_ids.shape)}; one "
+            f"position_ids: expected the shape of input_ids {list(shape)}, got {list(position_ids.shape)}; one "
             "position a token (several, as for images, are not supported)"
         )
     positions = _integers("position_ids", position_ids.reshape(-1), dims=1, shape="[1, N]")
     starts = np.flatnonzero(positions == 0)
     cuts = np.append(starts, len(positions))
     if len(starts) == 0 or starts[0] != 0:
-        raise ValueError(f"sequence 0, position_ids: expected to start at 0, came {positions[0]}")
+        raise ValueError(f"sequence 0, position_ids: expected to start at 0, got {positions[0]}")
     expected = np.arange(len(positions)) - np.repeat(starts, np.diff(cuts))
     if (positions != expected).any():
         at = int(np.argmax(positions != expected))
         raise ValueError(
-            f"position_ids: expected 0, 1, 2, ... in each sequence, came {positions[at]} in place of {expected[at]} at "
+            f"position_ids: expected 0, 1, 2, ... in each sequence, got {positions[at]} in place of {expected[at]} at "
             f"place {at}; give cu_seqlens"
         )
     return cuts
@@ -281,7 +281,7 @@ def _temperatures(temperature: float | Tensor, count: int, what: str) -> list[fl
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if tuple(temperature.shape) != (count,):
             raise ValueError(
-                f"temperature: expected a number or one a {what} ({count}), came shape {list(temperature.shape)}"
+                f"temperature: expected a number or one a {what} ({count}), got shape {list(temperature.shape)}"
             )
         return [float(each) for each in temperature.detach().tolist()]
     return [float(temperature)] * count
@@ -293,7 +293,7 @@ def _trajectories(
     for number, (_, scored) in enumerate(rows):
         if not allow_empty and not scored.any():
             raise ValueError(
-                f"{what} {number}: expected at least one scored token, came none (a completion of length zero?); leave "
+                f"{what} {number}: expected at least one scored token, got none (a completion of length zero?); leave "
                 "it out, or pass allow_empty=True for zeros"
             )
     return [

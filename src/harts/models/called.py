@@ -89,9 +89,9 @@ def _score(
     logits_1RV: Any = head(hidden_RD.unsqueeze(0))
     expected = (1, len(hidden_RD), head.out_features)
     if not isinstance(logits_1RV, Tensor) or tuple(logits_1RV.shape) != expected:
-        came = list(logits_1RV.shape) if isinstance(logits_1RV, Tensor) else type(logits_1RV).__name__
+        got = list(logits_1RV.shape) if isinstance(logits_1RV, Tensor) else type(logits_1RV).__name__
         raise ValueError(
-            f"model: expected logits {list(expected)} of the head, came {came}; its hooks and its forward may change "
+            f"model: expected logits {list(expected)} of the head, got {got}; its hooks and its forward may change "
             "values, not their shape"
         )
     dtype = torch.promote_types(logits_1RV.dtype, torch.float32)

@@ -14,7 +14,7 @@ def to_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device: expected cpu, cuda or cuda:NUMBER, came {name!r}") from error
+        raise ValueError(f"device: expected cpu, cuda or cuda:NUMBER, got {name!r}") from error
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"device: {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
     return device

@@ -156,7 +156,7 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
     if not classes or backbone.config.hidden_act != "silu":
         known = ", ".join(name for name, family in FAMILIES.items() if family.fused)
         raise ValueError(
-            f"model: expected one of {known} with hidden_act 'silu' to fuse, came {backbone.config.model_type} with "
+            f"model: expected one of {known} with hidden_act 'silu' to fuse, got {backbone.config.model_type} with "
             f"{backbone.config.hidden_act!r}; it runs unfused"
         )
     if impl == "triton":

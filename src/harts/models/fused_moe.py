@@ -58,7 +58,7 @@ class FusedSharedExpertBlock(nn.Module):
         gate = self.shared_expert_gate
         if not isinstance(gate, nn.Linear) or gate.bias is not None:
             raise ValueError(
-                f"model: expected shared_expert_gate to be a plain linear layer, came {type(gate).__name__}; leave it "
+                f"model: expected shared_expert_gate to be a plain linear layer, got {type(gate).__name__}; leave it "
                 "out of LoRA (exclude_modules=['shared_expert_gate']), or call harts.models.fuse.unfuse"
             )
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -80,7 +80,7 @@ def _cast(hidden_TD: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | 
         tensors = tuple(x if x is None or x.dtype == torch.float64 else x.to(to) for x in tensors)  # type: ignore[assignment]
     if tensors[0].dtype != tensors[1].dtype:
         raise ValueError(
-            f"model: expected hidden states in the head's dtype {tensors[1].dtype}, came {tensors[0].dtype}; cast them "
+            f"model: expected hidden states in the head's dtype {tensors[1].dtype}, got {tensors[0].dtype}; cast them "
             "in a forward pre-hook on the head, or load both in one dtype"
         )
     return tensors
@@ -154,6 +154,6 @@ def check_top_k(top_k: int | None, vocabulary: int) -> None:
         return
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= vocabulary:
         raise ValueError(
-            f"top_k: expected a whole number from 1 to {vocabulary}, the model's vocabulary, came {top_k!r}; leave it "
+            f"top_k: expected a whole number from 1 to {vocabulary}, the model's vocabulary, got {top_k!r}; leave it "
             "out for none"
         )

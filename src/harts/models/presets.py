@@ -128,7 +128,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
     import transformers
 
     if name not in PRESETS:
-        raise ValueError(f"model: expected one of {', '.join(PRESETS)} or a directory, came {name!r}")
+        raise ValueError(f"model: expected one of {', '.join(PRESETS)} or a directory, got {name!r}")
     stem, settings = PRESETS[name]
     config = getattr(transformers, f"{stem}Config")(**{**_COMMON, **settings, **changes})
     with torch.random.fork_rng(devices=[]):

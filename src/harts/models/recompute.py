@@ -36,11 +36,11 @@ def check_kept(kernels: Kernels, *, recompute: bool, keep_attention: bool) -> No
             log-sum-exps.
     """
     if keep_attention and not recompute:
-        raise ValueError("keep_attention: expected recomputation, came none; everything is kept without it")
+        raise ValueError("keep_attention: expected recomputation, got none; everything is kept without it")
     if keep_attention and kernels.attention == "reference":
         raise ValueError(
             "keep_attention: expected attention by a flash kernel ('fa4' or 'varlen', in bf16 or fp16 on a CUDA GPU), "
-            "came 'reference'; leave keep_attention out"
+            "got 'reference'; leave keep_attention out"
         )
 
 

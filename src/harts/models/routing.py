@@ -77,12 +77,10 @@ class RouterConfig:
         for name, known in names.items():
             if getattr(self, name) not in known:
                 expected = ", ".join(map(repr, known))
-                raise ValueError(
-                    f"RouterConfig, field {name}: expected one of {expected}, came {getattr(self, name)!r}"
-                )
+                raise ValueError(f"RouterConfig, field {name}: expected one of {expected}, got {getattr(self, name)!r}")
         for name in ("balance_coefficient", "z_coefficient"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"RouterConfig, field {name}: expected a number >= 0, came {getattr(self, name)!r}")
+                raise ValueError(f"RouterConfig, field {name}: expected a number >= 0, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +252,7 @@ def _check_routes(packed: PackedTree, layers: int, num_experts: int, per_token: 
         if routes is not None and (routes.shape[1:] != (layers, per_token) or routes.max() >= num_experts):
             raise ValueError(
                 f"trajectory {trajectory.name}, field routes: expected [{len(routes)}, {layers}, {per_token}] experts "
-                f"below {num_experts}, as the model has, came {list(routes.shape)} up to {routes.max()}; record only "
+                f"below {num_experts}, as the model has, got {list(routes.shape)} up to {routes.max()}; record only "
                 "the mixture-of-experts layers"
             )
 

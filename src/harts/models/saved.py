@@ -22,9 +22,9 @@ def load_saved(path: str | PathLike[str], *, dtype: torch.dtype) -> nn.Module:
         ValueError: no such directory, none that transformers can load, or one whose model needs code of its own.
     """
     if not Path(path).is_dir():
-        came = "a file" if Path(path).exists() else "none of that name"
+        got = "a file" if Path(path).exists() else "none of that name"
         raise ValueError(
-            f"model {str(path)!r}: expected a directory or one of {', '.join(PRESETS)}, came {came}; HARTS fetches "
+            f"model {str(path)!r}: expected a directory or one of {', '.join(PRESETS)}, got {got}; HARTS fetches "
             "nothing, so download a model of a hub first and pass its folder"
         )
     from transformers import AutoModelForCausalLM
@@ -36,7 +36,7 @@ def load_saved(path: str | PathLike[str], *, dtype: torch.dtype) -> nn.Module:
     except Exception as error:  # damaged files raise what they like: KeyError, RuntimeError, SafetensorError, ...
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"model {str(path)!r}: expected a model that transformers knows, came one that brings its own code, "
+                f"model {str(path)!r}: expected a model that transformers knows, got one that brings its own code, "
                 "which HARTS never runs; load it yourself and call harts.attach"
             ) from error
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -46,7 +46,7 @@ def load_saved(path: str | PathLike[str], *, dtype: torch.dtype) -> nn.Module:
         ) from error
     if missing := sorted(found["missing_keys"]):  # transformers makes them up at random
         raise ValueError(
-            f"model {str(path)!r}: expected all weights of a {type(model).__name__}, came none for {missing[0]} and "
+            f"model {str(path)!r}: expected all weights of a {type(model).__name__}, got none for {missing[0]} and "
             f"{len(missing) - 1} others; pass a folder that save_pretrained wrote whole"
         )
     return model.eval()  # type: ignore[no-any-return]

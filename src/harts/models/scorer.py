@@ -119,9 +119,9 @@ def _last_hidden(decoded: Any, inputs: dict[str, Any]) -> Tensor:
     hidden = decoded[0] if isinstance(decoded, tuple | ModelOutput) else decoded
     rows = inputs["input_ids"].shape[1]
     if not isinstance(hidden, Tensor) or hidden.ndim != 3 or tuple(hidden.shape[:2]) != (1, rows):
-        came = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+        got = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
         raise ValueError(
-            f"model: expected hidden states [1, {rows}, channels] of the decoder, came {came}; its hooks may change "
+            f"model: expected hidden states [1, {rows}, channels] of the decoder, got {got}; its hooks may change "
             "values, not their shape"
         )
     return hidden

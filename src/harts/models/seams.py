@@ -173,7 +173,7 @@ def find_head(head: Any) -> nn.Linear:
             )
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(
-            f"model: expected the head to be a torch.nn.Linear, came {type(head).__name__}; leave the head out of the "
+            f"model: expected the head to be a torch.nn.Linear, got {type(head).__name__}; leave the head out of the "
             "LoRA target modules (modules_to_save is fine)"
         )
     _check_compiled(f"the head ({type(head).__name__})", head)
@@ -215,7 +215,7 @@ def _option(config: Any, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"model: config.{name}: expected a number above 0 or None, came {value!r}")
+        raise ValueError(f"model: config.{name}: expected a number above 0 or None, got {value!r}")
     return float(value)
 
 

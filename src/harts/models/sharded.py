@@ -64,7 +64,7 @@ def find_whole(model: nn.Module, text: nn.Module, head: nn.Module) -> nn.Module 
     if whole is None or {text, head} <= set(whole.modules()):
         return whole
     raise ValueError(
-        f"model: expected fully_shard on the whole model, came one with only a {type(whole).__name__} and the like "
+        f"model: expected fully_shard on the whole model, got one with only a {type(whole).__name__} and the like "
         "sharded; call fully_shard(model) behind its layers, and pass that model, not one inside it"
     )
 
@@ -110,7 +110,7 @@ def check_gathered(weight_VD: Tensor) -> None:
     """
     if isinstance(weight_VD, DTensor):
         raise ValueError(
-            "model: expected the head's whole weight, came a sharded one; use no tensor parallelism for the head, and "
+            "model: expected the head's whole weight, got a sharded one; use no tensor parallelism for the head, and "
             "pass the model that fully_shard was called on, not one inside it"
         )
 

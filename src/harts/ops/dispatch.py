@@ -34,9 +34,9 @@ def check_context(op: str, context: Mapping[str, Tensor], rows: int) -> None:
         ValueError: the context is missing, or of another length.
     """
     if rows and not context:
-        raise ValueError(f"{op}: expected the context of {rows} rows outside this piece of a tree, came none")
+        raise ValueError(f"{op}: expected the context of {rows} rows outside this piece of a tree, got none")
     for name, tensor in context.items():
         if len(tensor) != rows:
             raise ValueError(
-                f"{op}: expected a context of {rows} {name} from outside this piece of a tree, came {len(tensor)}"
+                f"{op}: expected a context of {rows} {name} from outside this piece of a tree, got {len(tensor)}"
             )

@@ -40,7 +40,7 @@ class Kernels:
     def __post_init__(self) -> None:
         if not isinstance(self.min_rows, int) or isinstance(self.min_rows, bool) or self.min_rows < 1:
             raise ValueError(
-                f"Kernels, field min_rows: expected an integer of at least 1, came {self.min_rows!r}; 1 runs no dummy "
+                f"Kernels, field min_rows: expected an integer of at least 1, got {self.min_rows!r}; 1 runs no dummy "
                 "rows"
             )
 

@@ -57,7 +57,7 @@ def require_triton(op: str, device: torch.device, *, impl: str = "triton", other
         raise ImportError(f"{op}: impl={impl!r} needs Triton; install it with: pip install 'harts[gpu]'")
     if device.type != "cuda" and not interpreted():
         raise ValueError(
-            f"{op}: impl={impl!r} expected tensors on a CUDA device, came {device}; move them, or choose impl={other!r}"
+            f"{op}: impl={impl!r} expected tensors on a CUDA device, got {device}; move them, or choose impl={other!r}"
         )
     if device.type == "cuda" and not interpreted():
         _check_version(op, device, impl, other)
@@ -72,7 +72,7 @@ def _check_version(op: str, device: torch.device, impl: str, other: str) -> None
         version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
         if wrong.first <= version <= wrong.last:
             raise ValueError(
-                f"{op}: impl={impl!r} expected a Triton that compiles it right for {wrong.gpu} GPUs, came "
+                f"{op}: impl={impl!r} expected a Triton that compiles it right for {wrong.gpu} GPUs, got "
                 f"{triton.__version__}; install it with: pip install 'triton>={wrong.good}', or choose impl={other!r}"
             )
 
@@ -88,11 +88,11 @@ def check_tensors(op: str, **tensors: Tensor | None) -> None:
         if tensor is None:
             continue
         if tensor.dtype not in _FLOATS:
-            raise ValueError(f"{op}: expected {name} to be floating point, came {tensor.dtype}")
+            raise ValueError(f"{op}: expected {name} to be floating point, got {tensor.dtype}")
         if first is None:
             first = name, tensor
         elif tensor.dtype != first[1].dtype or tensor.device != first[1].device:
             raise ValueError(
                 f"{op}: expected {name} of one dtype and device with {first[0]} ({first[1].dtype} on "
-                f"{first[1].device}), came {tensor.dtype} on {tensor.device}; convert one of them"
+                f"{first[1].device}), got {tensor.dtype} on {tensor.device}; convert one of them"
             )

@@ -66,7 +66,7 @@ class PlanAhead:
             return None
         if isinstance(result, ValueError):
             raise result
-        assert isinstance(result, Plan), f"expected a plan from the planning process, came {type(result).__name__}"
+        assert isinstance(result, Plan), f"expected a plan from the planning process, got {type(result).__name__}"
         return result
 
     def _fail(self, error: Exception) -> None:

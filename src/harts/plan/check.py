@@ -118,5 +118,5 @@ def _check_purity(tree: PrefixTree, plan: Plan) -> None:
     assert lower_bound(tree, **arguments) <= plan.makespan * (1 + 1e-9), "the bound alone exceeds the makespan"
 
 
-def _broken(law: str, expected: str, came: str, where: str) -> ValueError:
-    return ValueError(f"plan breaks the law of {law}: {where}: expected {expected}, came {came}; plan this data again")
+def _broken(law: str, expected: str, got: str, where: str) -> ValueError:
+    return ValueError(f"plan breaks the law of {law}: {where}: expected {expected}, got {got}; plan this data again")

@@ -85,14 +85,14 @@ def _pose(
     replicas = _positive("num_replicas", num_replicas)
     cap = _NO_CAP if key_cap is None else _positive("key_cap", key_cap)
     if cost_model is not None and not isinstance(cost_model, CostModel):
-        raise ValueError(f"cost_model: expected a CostModel or None, came {type(cost_model).__name__}")
+        raise ValueError(f"cost_model: expected a CostModel or None, got {type(cost_model).__name__}")
     lengths = np.diff(tree.offset_B1)
     longest = int(np.argmax(lengths))
     for name, limit in (("token_budget", budget), ("key_cap", cap)):
         if lengths[longest] > limit:
             raise ValueError(
                 f"{name}: expected at least {lengths[longest]}, the length of trajectory "
-                f"{tree.trajectories[longest].name} (index {longest}), came {limit}; a trajectory is never split, so "
+                f"{tree.trajectories[longest].name} (index {longest}), got {limit}; a trajectory is never split, so "
                 f"{lengths[longest]} is the smallest {name} that works"
             )
     cost_model = cost_model or CostModel.of_rows()
@@ -105,7 +105,7 @@ def _pose(
 
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name}: expected an integer >= 1, came {value!r}; pass a positive whole number")
+        raise ValueError(f"{name}: expected an integer >= 1, got {value!r}; pass a positive whole number")
     return int(value)
 
 

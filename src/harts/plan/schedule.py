@@ -216,7 +216,7 @@ class Plan:
         now = fingerprint(tree, self.token_budget, self.num_replicas, self.key_cap, self.cost_model)
         if now != self.fingerprint:
             raise ValueError(
-                f"plan: expected the data it was made of (hash {self.fingerprint}), came other trajectories, another "
+                f"plan: expected the data it was made of (hash {self.fingerprint}), got other trajectories, another "
                 f"order or other arguments (hash {now}); plan this data again"
             )
 
@@ -228,8 +228,8 @@ class Plan:
     def load(path: str | os.PathLike[str], *, tree: PrefixTree | None = None) -> "Plan":
         """Reads a JSON file; see `from_json`."""
         if not Path(path).is_file():
-            came = "a folder" if Path(path).is_dir() else "no such file"
-            raise ValueError(f"plan {path}: expected a file, came {came}; write one with harts plan -o")
+            got = "a folder" if Path(path).is_dir() else "no such file"
+            raise ValueError(f"plan {path}: expected a file, got {got}; write one with harts plan -o")
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:

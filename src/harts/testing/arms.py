@@ -153,7 +153,7 @@ def run_step(
     trained = sum(each.num_trained for each in trajectories)
     if not trained:
         raise ValueError(
-            f"loss_mask: expected a trained token in at least one of {len(trajectories)} trajectories, came none; mark "
+            f"loss_mask: expected a trained token in at least one of {len(trajectories)} trajectories, got none; mark "
             "the sampled tokens in loss_mask"
         )
     share = -1.0 / trained

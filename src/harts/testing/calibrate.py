@@ -59,7 +59,7 @@ def calibrate(
         ValueError: `max_rows` is below 512.
     """
     if max_rows < 512:
-        raise ValueError(f"max_rows: expected at least 512, came {max_rows}; shorter runs measure the overhead alone")
+        raise ValueError(f"max_rows: expected at least 512, got {max_rows}; shorter runs measure the overhead alone")
     backbone = find_backbone(model)
     vocabulary = backbone.text.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     rng = np.random.default_rng(seed)

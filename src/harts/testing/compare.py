@@ -57,10 +57,10 @@ def compare(
         ValueError: nothing is trained, the dtype is not fp64, fp32 or bf16, or the model or a token id does not fit.
     """
     if not any(each.loss_mask.any() for each in trajectories):
-        raise ValueError("trajectories: expected a trained token, came none; there is nothing to compare")
+        raise ValueError("trajectories: expected a trained token, got none; there is nothing to compare")
     dtype = dtype or next(model.parameters()).dtype
     if dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"dtype: expected float64, float32 or bfloat16, came {dtype}")
+        raise ValueError(f"dtype: expected float64, float32 or bfloat16, got {dtype}")
     trajectories = [dataclasses.replace(each, routes=None) for each in trajectories]
     packed = pack(PrefixTree.build(trajectories, share=share), device=next(model.parameters()).device)
     result = _compare(model, trajectories, packed, dtype, share, kernels, range(seed, seed + 1))
@@ -199,7 +199,7 @@ def _precision(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
 def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
-        raise ValueError("model: expected parameters that require a gradient, came none; unfreeze some")
+        raise ValueError("model: expected parameters that require a gradient, got none; unfreeze some")
     return [name for name, _ in named], [parameter for _, parameter in named]
 
 

@@ -68,11 +68,11 @@ def gradient_errors(
     dtype = next(model.parameters()).dtype
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            f"model: expected bfloat16 or float16 to compare with fp32, came {dtype}; convert it (harts bench: --dtype "
+            f"model: expected bfloat16 or float16 to compare with fp32, got {dtype}; convert it (harts bench: --dtype "
             "bfloat16)"
         )
     if not any(each.loss_mask.any() for each in trajectories):
-        raise ValueError("trajectories: expected a trained token, came none; there are no gradients")
+        raise ValueError("trajectories: expected a trained token, got none; there are no gradients")
     weights_B = np.random.default_rng(seed).normal(size=len(trajectories)).tolist()
     arms: tuple[Arm, ...] = ("rows", "tree", "shuffled")
     ours = {arm: _gradients(model, arm, trajectories, setting, weights_B) for arm in arms}

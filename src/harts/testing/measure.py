@@ -197,13 +197,13 @@ def measure(
 
 def _check(trajectories: Sequence[Trajectory], setting: Setting, arms: Sequence[Arm], turns: int) -> None:
     if not arms or not set(arms) <= set(ARMS) or len(set(arms)) < len(arms) or turns < 1:
-        raise ValueError(f"measure: expected turns >= 1 and arms of {', '.join(ARMS)}, came {turns} and {list(arms)}")
+        raise ValueError(f"measure: expected turns >= 1 and arms of {', '.join(ARMS)}, got {turns} and {list(arms)}")
     if not any(each.loss_mask.any() for each in trajectories):
-        raise ValueError("trajectories: expected a trained token, came none; there is nothing to time")
+        raise ValueError("trajectories: expected a trained token, got none; there is nothing to time")
     longest = max(map(len, trajectories))
     if longest > setting.token_budget:
         raise ValueError(
-            f"token_budget: expected at least {longest}, the longest trajectory, came {setting.token_budget}"
+            f"token_budget: expected at least {longest}, the longest trajectory, got {setting.token_budget}"
         )
     routed = next((each for each in trajectories if each.routes is not None), None)
     if routed is not None and "plain" in arms:
@@ -338,7 +338,7 @@ def _layout_of(arm: Arm) -> Arm:
 def _clock(clock: Clock, device: torch.device) -> Callable[[], float]:
     if clock == "cpu":
         if device.type != "cpu":
-            raise ValueError(f"clock: expected 'wall' for a model on {device}, came 'cpu'; it does not see the device")
+            raise ValueError(f"clock: expected 'wall' for a model on {device}, got 'cpu'; it does not see the device")
         return time.process_time
 
     def now() -> float:

@@ -52,7 +52,7 @@ def read_real(
         if max_length is None or len(trajectory) <= max_length:
             trajectories.append(trajectory)
     if groups is not None and len(taken) < groups:
-        raise ValueError(f"workload {name!r}, groups: expected at most the {len(taken)} in {path}, came {groups}")
+        raise ValueError(f"workload {name!r}, groups: expected at most the {len(taken)} in {path}, got {groups}")
     if not trajectories:
         raise ValueError(f"workload {name!r}, max_length: no call of {path} has at most {max_length} tokens; raise it")
     return trajectories if scale == 1 else shrink(trajectories, scale)
@@ -91,7 +91,7 @@ def shrink(trajectories: Sequence[Trajectory], scale: float) -> list[Trajectory]
         scale: share to keep, in (0, 1].
     """
     if not 0 < scale <= 1:
-        raise ValueError(f"scale: expected a share above 0 and at most 1, came {scale}")
+        raise ValueError(f"scale: expected a share above 0 and at most 1, got {scale}")
     tree = PrefixTree.build(trajectories)
     starts_T = np.zeros(tree.num_rows, np.bool_)
     starts_T[tree.start_S] = True
@@ -122,7 +122,7 @@ def remap_vocabulary(trajectories: Sequence[Trajectory]) -> tuple[list[Trajector
         The same trajectories with new ids, and int32 [V]: the old id of each new one.
     """
     if len(trajectories) == 0:
-        raise ValueError("trajectories: expected at least one, came none")
+        raise ValueError("trajectories: expected at least one, got none")
     old_V, new_N = np.unique(np.concatenate([each.token_ids for each in trajectories]), return_inverse=True)
     parts = np.split(new_N.astype(np.int32), np.cumsum([len(each) for each in trajectories])[:-1])
     remapped = [dataclasses.replace(each, token_ids=ids) for each, ids in zip(trajectories, parts, strict=True)]

@@ -59,7 +59,7 @@ def route_difference(one_YNK: Tensor, other_YNK: Tensor) -> float:
     """
     if one_YNK.shape != other_YNK.shape or one_YNK.ndim != 3 or one_YNK.numel() == 0:
         raise ValueError(
-            f"routes: expected two of one shape [layers, tokens, experts per token], came {list(one_YNK.shape)} and "
+            f"routes: expected two of one shape [layers, tokens, experts per token], got {list(one_YNK.shape)} and "
             f"{list(other_YNK.shape)}"
         )
     return float((one_YNK.sort(-1).values != other_YNK.sort(-1).values).any(-1).double().mean())

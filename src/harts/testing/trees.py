@@ -72,7 +72,7 @@ def random_trajectories(
     """
     if num_trajectories < 1 or vocab_size < 1 or not 1 <= min_length <= max_length:
         raise ValueError(
-            "expected num_trajectories >= 1, vocab_size >= 1 and 1 <= min_length <= max_length, came "
+            "expected num_trajectories >= 1, vocab_size >= 1 and 1 <= min_length <= max_length, got "
             f"{num_trajectories}, {vocab_size}, {min_length} and {max_length}"
         )
     rows: list[Tokens] = []

@@ -68,16 +68,16 @@ def workload(
             such file; the message says where it was looked for.
     """
     if name not in WORKLOADS:
-        raise ValueError(f"workload: expected one of {', '.join(WORKLOADS)}, came {name!r}")
+        raise ValueError(f"workload: expected one of {', '.join(WORKLOADS)}, got {name!r}")
     about = WORKLOADS[name]
     if not 0 < scale <= 1:
-        raise ValueError(f"workload {name!r}, scale: expected a factor above 0 and at most 1, came {scale}")
+        raise ValueError(f"workload {name!r}, scale: expected a factor above 0 and at most 1, got {scale}")
     for size, value in sizes.items():
         if size not in about.sizes:
             known = ", ".join(about.sizes) or "none"
             raise ValueError(f"workload {name!r}: there is no size {size!r}; expected one of: {known}")
         if value is not None and value < 1:
-            raise ValueError(f"workload {name!r}, {size}: expected at least 1, came {value}")
+            raise ValueError(f"workload {name!r}, {size}: expected at least 1, got {value}")
     filled = {**about.sizes, **sizes}
     if about.files:
         return read_real(name, about.files, scale=scale, data_dir=data_dir, **filled)
@@ -94,7 +94,7 @@ class _Draw:
 
     def __init__(self, seed: int, vocab_size: int, scale: float, name: str) -> None:
         if vocab_size < 2:
-            raise ValueError(f"workload {name!r}, vocab_size: expected at least 2, came {vocab_size}")
+            raise ValueError(f"workload {name!r}, vocab_size: expected at least 2, got {vocab_size}")
         self.rng, self._token_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
         self.vocab_size, self.scale, self.name = vocab_size, scale, name
         self.trajectories: list[Trajectory] = []

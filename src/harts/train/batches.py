@@ -24,7 +24,7 @@ class Batches:
         for name, members in groups.items():
             if not any(member.num_trained for member in members):
                 raise ValueError(
-                    f"group {name!r}: expected a trained token in one of its {len(members)} trajectories, came none; a "
+                    f"group {name!r}: expected a trained token in one of its {len(members)} trajectories, got none; a "
                     f"step made of it would train nothing, so leave it out (first trajectory: {members[0].name})"
                 )
         self._groups = list(groups.values())

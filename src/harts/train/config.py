@@ -163,7 +163,7 @@ class TrainConfig:
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ValueError(f"config, field {name}: expected {expected}, came {getattr(self, name)!r}")
+            raise ValueError(f"config, field {name}: expected {expected}, got {getattr(self, name)!r}")
 
     def _check_type(self, name: str, kind: Any) -> None:
         value = getattr(self, name)

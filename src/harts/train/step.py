@@ -203,7 +203,7 @@ def update(
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if not torch.isfinite(norm):
-        raise ValueError(f"gradient norm: expected a finite number, came {norm.item()}; nothing was updated")
+        raise ValueError(f"gradient norm: expected a finite number, got {norm.item()}; nothing was updated")
     if max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     for group in optimizer.param_groups:

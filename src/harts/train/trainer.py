@@ -273,7 +273,7 @@ class Trainer:
         if len(longest) > config.token_budget:
             raise ValueError(
                 f"trajectory {longest.name}, field token_ids: expected at most the token budget "
-                f"({config.token_budget}), came {len(longest)} tokens; set token_budget to {len(longest)} or more"
+                f"({config.token_budget}), got {len(longest)} tokens; set token_budget to {len(longest)} or more"
             )
         return trajectories
 
@@ -316,7 +316,7 @@ class Trainer:
         if config.groups_per_step < groups:
             raise ValueError(
                 f"config, field groups_per_step: expected all {groups} groups of the data, as the saved plan covers "
-                f"them in one step, came {config.groups_per_step}"
+                f"them in one step, got {config.groups_per_step}"
             )
         try:
             saved = json.loads(Path(config.plan).read_text(encoding="utf-8"))
@@ -366,7 +366,7 @@ def _check_all_or_none(trajectories: Sequence[Trajectory], name: str) -> None:
     if missing and len(missing) < len(trained):
         raise ValueError(
             f"trajectory {missing[0].name}, field {name}: expected values, as {len(trained) - len(missing)} other "
-            f"trajectories have them, came none; record them everywhere, or nowhere to have them computed"
+            f"trajectories have them, got none; record them everywhere, or nowhere to have them computed"
         )
 
 

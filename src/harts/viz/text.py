@@ -50,7 +50,7 @@ def draw_tree(tree: PrefixTree, *, decoder: Decoder | None = None, max_lines: in
     """
     if max_lines < 0 or width < 40:
         raise ValueError(
-            f"max_lines: expected 0 or more, and width 40 or more, came {max_lines} and {width}; pass larger numbers"
+            f"max_lines: expected 0 or more, and width 40 or more, got {max_lines} and {width}; pass larger numbers"
         )
     return _Drawing(tree, decoder, max_lines or tree.num_segments, width).lines
 

@@ -49,13 +49,13 @@ def attention(
     groups = k_TGD.shape[1]
     if rows != packed.num_rows or k_TGD.shape != (rows, groups, size) or v_TGV.shape[:2] != (rows, groups):
         raise ValueError(
-            f"attention: expected {packed.num_rows} rows in q, k and v and one head size in q and k, came "
+            f"attention: expected {packed.num_rows} rows in q, k and v and one head size in q and k, got "
             f"q {list(q_THD.shape)}, k {list(k_TGD.shape)}, v {list(v_TGV.shape)}"
         )
     outside = {} if context is None else {"keys": context[0], "values": context[1]}
     check_context("attention", outside, packed.num_outside)
     if heads % groups:
-        raise ValueError(f"attention: expected query heads to be a multiple of key heads, came {heads} and {groups}")
+        raise ValueError(f"attention: expected query heads to be a multiple of key heads, got {heads} and {groups}")
     return choose("attention", impl, _IMPLEMENTATIONS)(q_THD, k_TGD, v_TGV, packed, scale, deterministic, context)
 
 

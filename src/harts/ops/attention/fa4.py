@@ -39,12 +39,12 @@ class FlashAttention4:
             )
         if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
-                "attention: impl='fa4' expected fp16 or bf16 tensors on a CUDA device, came "
+                "attention: impl='fa4' expected fp16 or bf16 tensors on a CUDA device, got "
                 f"{q_THD.dtype} on {q_THD.device}; convert them, or choose impl='reference'"
             )
         if torch.cuda.get_device_capability(q_THD.device) < (9, 0):
             raise ValueError(
-                f"attention: impl='fa4' expected a GPU of compute capability 9.0 or above, came "
+                f"attention: impl='fa4' expected a GPU of compute capability 9.0 or above, got "
                 f"{torch.cuda.get_device_name(q_THD.device)}; choose impl='varlen'"
             )
         interface: Any = importlib.import_module("flash_attn.cute.interface")

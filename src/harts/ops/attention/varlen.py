@@ -31,14 +31,14 @@ class TorchVarlen:
     def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
         if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
-                "attention: impl='varlen' expected fp16 or bf16 tensors on a CUDA device, came "
+                "attention: impl='varlen' expected fp16 or bf16 tensors on a CUDA device, got "
                 f"{q_THD.dtype} on {q_THD.device}; convert them, or choose impl='reference'"
             )
         size = q_THD.shape[-1]
         if size > _LARGEST_HEAD or size % 8 or v_TGV.shape[-1] != size:
             raise ValueError(
                 f"attention: impl='varlen' expected one head size in q, k and v, a multiple of 8 up to "
-                f"{_LARGEST_HEAD}, came {size} and {v_TGV.shape[-1]}; choose impl='fa4' or 'reference'"
+                f"{_LARGEST_HEAD}, got {size} and {v_TGV.shape[-1]}; choose impl='fa4' or 'reference'"
             )
         # Newer versions of PyTorch split long rows of keys among programs unless told not to; then the number of
         # splits, and with it a row's bits, would depend on the rows beside it.

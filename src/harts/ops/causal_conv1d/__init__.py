@@ -63,14 +63,14 @@ def causal_conv1d(
     """
     if x_TD.shape[0] != packed.num_rows or weight_DW.shape[0] != x_TD.shape[1]:
         raise ValueError(
-            f"causal_conv1d: expected x of {packed.num_rows} rows and one weight row per channel, came "
+            f"causal_conv1d: expected x of {packed.num_rows} rows and one weight row per channel, got "
             f"x {list(x_TD.shape)}, weight {list(weight_DW.shape)}"
         )
     taps = weight_DW.shape[1]
     if not 1 <= taps <= MOST_TAPS:
-        raise ValueError(f"causal_conv1d: expected 1 to {MOST_TAPS} taps, came {taps}")
+        raise ValueError(f"causal_conv1d: expected 1 to {MOST_TAPS} taps, got {taps}")
     if activation not in ("silu", "swish", None):
-        raise ValueError(f"causal_conv1d: expected activation 'silu', 'swish' or None, came {activation!r}")
+        raise ValueError(f"causal_conv1d: expected activation 'silu', 'swish' or None, got {activation!r}")
     run = choose("causal_conv1d", impl, _IMPLEMENTATIONS)
     layout = packed.layout(conv_layout, taps)
     check_context("causal_conv1d", {} if context_AD is None else {"rows": context_AD}, layout.num_outside)

@@ -79,7 +79,7 @@ def swiglu(gate_XD: Tensor, up_XD: Tensor, *, impl: str) -> Tensor:
 def swiglu_halves(gate_up_X2D: Tensor, *, impl: str) -> Tensor:
     """silu(first half of the channels) * second half, [..., 2 D] -> [..., D]; see `rms_norm` for `impl` and errors."""
     if gate_up_X2D.shape[-1] % 2:
-        raise ValueError(f"swiglu_halves: expected an even number of channels, came {list(gate_up_X2D.shape)}")
+        raise ValueError(f"swiglu_halves: expected an even number of channels, got {list(gate_up_X2D.shape)}")
     _check("swiglu_halves", gate_up_X2D)
     return _choose("swiglu_halves", impl, gate_up_X2D)(gate_up_X2D)  # type: ignore[no-any-return]
 
@@ -108,11 +108,11 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
     rotated = cos_TR.shape[-1]
     if x_THD.ndim != 3 or cos_TR.shape != (len(x_THD), rotated) or sin_TR.shape != cos_TR.shape:
         raise ValueError(
-            f"rotary: expected x [T, H, D] and cos and sin [T, R], came x {list(x_THD.shape)}, cos "
+            f"rotary: expected x [T, H, D] and cos and sin [T, R], got x {list(x_THD.shape)}, cos "
             f"{list(cos_TR.shape)}, sin {list(sin_TR.shape)}"
         )
     if rotated % 2 or rotated > x_THD.shape[-1]:
-        raise ValueError(f"rotary: expected R even and at most {x_THD.shape[-1]}, came {rotated}")
+        raise ValueError(f"rotary: expected R even and at most {x_THD.shape[-1]}, got {rotated}")
     check_tensors("rotary", x=x_THD, cos=cos_TR, sin=sin_TR)
     return _choose("rotary", impl, x_THD)(x_THD, cos_TR, sin_TR)  # type: ignore[no-any-return]
 
@@ -121,7 +121,7 @@ def _check(op: str, x_XD: Tensor, **others: Tensor) -> None:
     for name, tensor in others.items():
         expected = x_XD.shape[-1:] if name == "weight" else x_XD.shape
         if tensor.shape != expected:
-            raise ValueError(f"{op}: expected {name} of shape {list(expected)}, came {list(tensor.shape)}")
+            raise ValueError(f"{op}: expected {name} of shape {list(expected)}, got {list(tensor.shape)}")
     check_tensors(op, x=x_XD, **others)
 
 

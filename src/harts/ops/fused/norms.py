@@ -147,7 +147,7 @@ def _pass(rows: Rows | None) -> tuple[Any, ...]:
 def _constants(x_XD: Tensor, weight_D: Tensor | None, gate_XD: Tensor | None, norm: _Norm) -> dict[str, Any]:
     size = x_XD.shape[-1]
     if size > _LARGEST:
-        raise ValueError(f"norm: impl='triton' expected at most {_LARGEST} channels, came {size}; use 'reference'")
+        raise ValueError(f"norm: impl='triton' expected at most {_LARGEST} channels, got {size}; use 'reference'")
     block = triton.next_power_of_2(size)
     return {
         "WEIGHT": weight_D is not None,

@@ -95,13 +95,13 @@ def gated_delta_rule_and_states(
     groups = v_TGV.shape[1]
     if rows != packed.num_rows or k_THK.shape != q_THK.shape or v_TGV.shape[0] != rows:
         raise ValueError(
-            f"gated_delta_rule: expected q and k of one shape and {packed.num_rows} rows in all inputs, came "
+            f"gated_delta_rule: expected q and k of one shape and {packed.num_rows} rows in all inputs, got "
             f"q {list(q_THK.shape)}, k {list(k_THK.shape)}, v {list(v_TGV.shape)}"
         )
     if groups % heads or g_TG.shape != (rows, groups) or beta_TG.shape != (rows, groups):
         raise ValueError(
             f"gated_delta_rule: expected value heads to be a multiple of the {heads} key heads, and g and beta of "
-            f"shape [{rows}, {groups}], came {groups} value heads, g {list(g_TG.shape)}, beta {list(beta_TG.shape)}"
+            f"shape [{rows}, {groups}], got {groups} value heads, g {list(g_TG.shape)}, beta {list(beta_TG.shape)}"
         )
     check(context, packed)
     run = choose("gated_delta_rule", impl, _IMPLEMENTATIONS)

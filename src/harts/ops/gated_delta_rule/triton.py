@@ -430,25 +430,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: Pac
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     for name, x in named.items():
         if x.device != packed.device:
-            raise ValueError(f"{op}: expected {name} on the device of packed, {packed.device}, came {x.device}")
+            raise ValueError(f"{op}: expected {name} on the device of packed, {packed.device}, got {x.device}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
-            f"{op}: expected q, k and v of one dtype, {DTYPES[0]}, came {q.dtype}, {k.dtype}, {v.dtype}; cast them, or "
+            f"{op}: expected q, k and v of one dtype, {DTYPES[0]}, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or "
             "use impl='reference'"
         )
     if g.dtype != torch.float32 or beta.dtype not in (torch.float32, q.dtype):
         raise ValueError(
-            f"{op}: expected g in float32 and beta in float32 or {q.dtype}, came {g.dtype} and {beta.dtype}; cast them"
+            f"{op}: expected g in float32 and beta in float32 or {q.dtype}, got {g.dtype} and {beta.dtype}; cast them"
         )
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if size not in SIZES:
-            raise ValueError(f"{op}: expected a head size {name} of {SIZES}, came {size}; use impl='reference'")
+            raise ValueError(f"{op}: expected a head size {name} of {SIZES}, got {size}; use impl='reference'")
     for name, x in named.items():
         inner = x.stride()[1:] if x.shape[0] else ()
         expected: list[int] = [x.shape[-1], 1] if x.dim() == 3 else [1]
         wrong = [a for a, b, n in zip(inner, expected, x.shape[1:], strict=True) if a != b and n > 1]
         if wrong:
             raise ValueError(
-                f"{op}: expected {name} with contiguous heads (strides {expected} behind the rows'), came strides "
+                f"{op}: expected {name} with contiguous heads (strides {expected} behind the rows'), got strides "
                 f"{list(x.stride())}; call .contiguous()"
             )

@@ -63,15 +63,15 @@ def row_logprobs(
     if hidden_TD.shape[0] != packed.num_rows or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
             f"row_logprobs: expected hidden of {packed.num_rows} rows and the weight's {weight_VD.shape[1]} channels, "
-            f"came {list(hidden_TD.shape)}"
+            f"got {list(hidden_TD.shape)}"
         )
     if chunk_rows < 1:
-        raise ValueError(f"row_logprobs: expected chunk_rows >= 1, came {chunk_rows}")
+        raise ValueError(f"row_logprobs: expected chunk_rows >= 1, got {chunk_rows}")
     run = choose("row_logprobs", impl, _IMPLEMENTATIONS)
     some_outside = len(packed.token_M) and packed.tree.token_ids_T.max() >= len(weight_VD)  # seldom: costs no wait
     if some_outside and packed.token_M.max() >= len(weight_VD):
         raise ValueError(
-            f"row_logprobs: expected targets below {len(weight_VD)}, the rows of weight, came "
+            f"row_logprobs: expected targets below {len(weight_VD)}, the rows of weight, got "
             f"{int(packed.token_M.max())}; is the tree of another tokenizer?"
         )
     logprobs_M, entropy_U = run(hidden_TD, weight_VD, bias_V, packed, entropy, chunk_rows)

@@ -32,7 +32,7 @@ def top_tokens(
         ValueError: k is below 1 or above V.
     """
     if not 1 <= k <= len(weight_VD):
-        raise ValueError(f"top_k: expected a number from 1 to {len(weight_VD)}, the vocabulary, came {k}")
+        raise ValueError(f"top_k: expected a number from 1 to {len(weight_VD)}, the vocabulary, got {k}")
     parts = [
         torch.nn.functional.linear(hidden_TD[row_R], weight_VD, bias_V).topk(k).indices
         for row_R in torch.split(packed.head_row_U, chunk_rows)

@@ -36,7 +36,7 @@ def row_logprobs_fused(
     """See `harts.ops.row_logprobs`; entropies are per head row here, [U]."""
     check_tensors("row_logprobs", hidden=hidden_TD, weight=weight_VD, bias=bias_V)
     if hidden_TD.dtype == torch.float64:
-        raise ValueError("row_logprobs: impl='fused' expected fp16, bf16 or fp32, came float64; choose impl='chunked'")
+        raise ValueError("row_logprobs: impl='fused' expected fp16, bf16 or fp32, got float64; choose impl='chunked'")
     hidden_UD = gather_rows(hidden_TD, packed.layout(head_rows), impl="triton")
     targets = packed.layout(heads_of_targets).groups
     cooling_U = packed.temperature_U.reciprocal().float()

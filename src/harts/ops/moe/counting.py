@@ -91,10 +91,10 @@ def count_tokens(packed: PackedTree, *, scope: Scope, mask_N: Tensor | None = No
         ValueError: unknown scope, or a mask of another shape or dtype.
     """
     if scope not in ("trajectory", "microbatch", "step"):
-        raise ValueError(f"scope: expected 'trajectory', 'microbatch' or 'step', came {scope!r}")
+        raise ValueError(f"scope: expected 'trajectory', 'microbatch' or 'step', got {scope!r}")
     if mask_N is not None and (mask_N.dtype != torch.bool or mask_N.shape != (packed.num_tokens,)):
         raise ValueError(
-            f"mask_N: expected bool [{packed.num_tokens}], one a token of all trajectories, came {mask_N.dtype} "
+            f"mask_N: expected bool [{packed.num_tokens}], one a token of all trajectories, got {mask_N.dtype} "
             f"{list(mask_N.shape)}"
         )
     rows_N = packed.tree.row_of_N - packed.start
@@ -185,7 +185,7 @@ def router_sums(logits_TE: Tensor, chosen_TK: Tensor, count: TokenCount) -> Rout
     rows, num_experts = logits_TE.shape
     if rows != len(count.weight_T) or chosen_TK.shape[0] != rows or chosen_TK.ndim != 2:
         raise ValueError(
-            f"router_sums: expected {len(count.weight_T)} rows of logits and of chosen experts, came "
+            f"router_sums: expected {len(count.weight_T)} rows of logits and of chosen experts, got "
             f"{list(logits_TE.shape)} and {list(chosen_TK.shape)}"
         )
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

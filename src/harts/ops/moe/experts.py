@@ -72,7 +72,7 @@ def _run_triton(
     for name, size in (("D", x_TD.shape[1]), ("I", down_EDI.shape[2])):
         if x_TD.dtype == torch.float64 or size * x_TD.element_size() % 16:
             raise ValueError(
-                f"run_experts: impl='triton' expected fp16, bf16 or fp32 and {name} of a multiple of 16 bytes, came "
+                f"run_experts: impl='triton' expected fp16, bf16 or fp32 and {name} of a multiple of 16 bytes, got "
                 f"{x_TD.dtype} and {name} = {size}; choose impl='reference'"
             )
     from harts.ops.moe.experts_triton import run_experts_triton
@@ -91,7 +91,7 @@ def _check(
 ) -> None:
     if x_TD.ndim != 2 or down_EDI.ndim != 3 or chosen_TK.ndim != 2 or not chosen_TK.shape[1]:
         raise ValueError(
-            f"run_experts: expected x [T, D], chosen [T, K >= 1] and down [E, D, I], came {list(x_TD.shape)}, "
+            f"run_experts: expected x [T, D], chosen [T, K >= 1] and down [E, D, I], got {list(x_TD.shape)}, "
             f"{list(chosen_TK.shape)} and {list(down_EDI.shape)}"
         )
     (rows, size), (experts, _, inside) = x_TD.shape, down_EDI.shape
@@ -105,16 +105,16 @@ def _check(
     }
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"run_experts: expected {name} of shape {list(shape)}, came {list(tensor.shape)}")
+            raise ValueError(f"run_experts: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
     if (shared_TD is None) != (shared_gate_D is None):
-        raise ValueError("run_experts: expected shared and shared_gate together, came one of them")
+        raise ValueError("run_experts: expected shared and shared_gate together, got one of them")
     if chosen_TK.dtype != torch.int64 or chosen_TK.device != x_TD.device:
         raise ValueError(
-            f"run_experts: expected chosen in int64 on {x_TD.device}, came {chosen_TK.dtype} on {chosen_TK.device}"
+            f"run_experts: expected chosen in int64 on {x_TD.device}, got {chosen_TK.dtype} on {chosen_TK.device}"
         )
     if not chosen_TK.is_cuda and chosen_TK.numel() and not 0 <= int(chosen_TK.min()) <= int(chosen_TK.max()) < experts:
         raise ValueError(
-            f"run_experts: expected chosen in [0, {experts}), came {int(chosen_TK.min())} to {int(chosen_TK.max())}"
+            f"run_experts: expected chosen in [0, {experts}), got {int(chosen_TK.min())} to {int(chosen_TK.max())}"
         )
     check_tensors(
         "run_experts",

@@ -41,7 +41,7 @@ def run_experts_triton(
     """See `harts.ops.moe.run_experts`."""
     if x_TD.shape[1] > _LARGEST:
         raise ValueError(
-            f"run_experts: impl='triton' expected at most {_LARGEST} channels, came {x_TD.shape[1]}; use 'reference'"
+            f"run_experts: impl='triton' expected at most {_LARGEST} channels, got {x_TD.shape[1]}; use 'reference'"
         )
     if not len(x_TD):  # grouped products of nothing are not defined everywhere
         return run_experts_reference(x_TD, chosen_TK, weight_TK, gate_up_EJD, down_EDI, shared_TD, shared_gate_D)
@@ -222,7 +222,7 @@ def _gate_gradient(x_TD: Tensor, grad_logit_T: Tensor) -> Tensor:
 def _clear_empty(grad_EMN: Tensor, stop_E: Tensor) -> None:
     """Zeros for experts without rows, which grouped products do not write on every GPU (pytorch issue 172439)."""
     if not grad_EMN.is_contiguous():
-        raise ValueError(f"grouped_mm: expected a contiguous gradient, came strides {grad_EMN.stride()}")
+        raise ValueError(f"grouped_mm: expected a contiguous gradient, got strides {grad_EMN.stride()}")
     parts = 16
     _zero_empty[(len(grad_EMN), parts)](grad_EMN, stop_E, grad_EMN[0].numel(), PARTS=parts, BLOCK=1024, num_warps=4)
 

@@ -156,15 +156,15 @@ def load_balancing_loss(
         ValueError: an unknown name, or a `step` that is missing, too much or of another model.
     """
     if load_per not in ("token", "assignment"):
-        raise ValueError(f"load_per: expected 'token' or 'assignment', came {load_per!r}")
+        raise ValueError(f"load_per: expected 'token' or 'assignment', got {load_per!r}")
     tokens_U = _denominator(statistics, step)
     load_UYE, prob_UYE = statistics.load_UYE, statistics.prob_UYE
     num_layers, num_experts = load_UYE.shape[1:]
     if statistics.scope == "step":
         if step is None or step.load_YE is None or step.load_YE.shape != load_UYE.shape[1:]:
-            came = "none" if step is None or step.load_YE is None else f"{list(step.load_YE.shape)}"
+            got = "none" if step is None or step.load_YE is None else f"{list(step.load_YE.shape)}"
             raise ValueError(
-                f"step: scope 'step' expected loads [{num_layers}, {num_experts}] of the whole step, came {came}; run "
+                f"step: scope 'step' expected loads [{num_layers}, {num_experts}] of the whole step, got {got}; run "
                 "all its microbatches without gradients first and pass RouterStep.from_statistics(...)"
             )
         load_UYE = step.load_YE.to(load_UYE.device).unsqueeze(0)
@@ -202,7 +202,7 @@ def router_z_loss(statistics: RouterStatistics, *, layers: Layers = "pooled", st
 
 def _check_layers(layers: str) -> None:
     if layers not in ("pooled", "mean", "sum"):
-        raise ValueError(f"layers: expected 'pooled', 'mean' or 'sum', came {layers!r}")
+        raise ValueError(f"layers: expected 'pooled', 'mean' or 'sum', got {layers!r}")
 
 
 def _denominator(statistics: RouterStatistics, step: RouterStep | None) -> Tensor:
@@ -220,7 +220,7 @@ def _denominator(statistics: RouterStatistics, step: RouterStep | None) -> Tenso
     if step is not None and (statistics.tokens > step.tokens or statistics.trajectories > step.trajectories):
         raise ValueError(
             f"step: expected at least the microbatch's {statistics.tokens} tokens and {statistics.trajectories} "
-            f"trajectories, came {step.tokens} and {step.trajectories}; was it counted over other trajectories, or "
+            f"trajectories, got {step.tokens} and {step.trajectories}; was it counted over other trajectories, or "
             "over other tokens of them?"
         )
     return tokens_U.clamp(min=1).to(statistics.prob_UYE.device, torch.float64)

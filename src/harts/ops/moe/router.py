@@ -40,16 +40,16 @@ def router_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """
     if hidden_TD.ndim != 2 or weight_ED.ndim != 2 or hidden_TD.shape[1] != weight_ED.shape[1]:
         raise ValueError(
-            f"router_logits: expected hidden [rows, channels] and weight [experts, channels], came "
+            f"router_logits: expected hidden [rows, channels] and weight [experts, channels], got "
             f"{list(hidden_TD.shape)} and {list(weight_ED.shape)}"
         )
     if hidden_TD.device != weight_ED.device:
         raise ValueError(
-            f"router_logits: expected hidden and weight on one device, came {hidden_TD.device} and {weight_ED.device}"
+            f"router_logits: expected hidden and weight on one device, got {hidden_TD.device} and {weight_ED.device}"
         )
     if not (hidden_TD.is_floating_point() and weight_ED.is_floating_point()):
         raise ValueError(
-            f"router_logits: expected floating-point hidden and weight, came {hidden_TD.dtype} and {weight_ED.dtype}"
+            f"router_logits: expected floating-point hidden and weight, got {hidden_TD.dtype} and {weight_ED.dtype}"
         )
     return _RouterLogits.apply(hidden_TD, weight_ED)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -92,7 +92,7 @@ def gather_rows(x_TX: Tensor, index: RowIndex, *, missing: bool = False, impl: s
     index_K = index.index_K
     if index.num_rows != len(x_TX) or index_K.dtype != torch.int64 or index_K.device != x_TX.device:
         raise ValueError(
-            f"gather_rows: expected an int64 index into {len(x_TX)} rows on {x_TX.device}, came one of "
+            f"gather_rows: expected an int64 index into {len(x_TX)} rows on {x_TX.device}, got one of "
             f"{index_K.dtype} into {index.num_rows} rows on {index_K.device}"
         )
     impl = _default(x_TX) if impl is None else impl
@@ -118,7 +118,7 @@ def segment_sum(values_KX: Tensor, groups: RowGroups, *, out: Tensor | None = No
         ValueError: values and groups are of different lengths.
     """
     if len(values_KX) != len(groups.order_K):
-        raise ValueError(f"segment_sum: expected {len(groups.order_K)} values, came {len(values_KX)}")
+        raise ValueError(f"segment_sum: expected {len(groups.order_K)} values, got {len(values_KX)}")
     run = choose("segment_sum", _default(values_KX) if impl is None else impl, _SUMS)
     return run(values_KX, groups, out)
 
