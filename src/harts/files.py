@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
-__all__ = ["check_target", "replacing", "write_text"]
+__all__ = ["check_target", "process_runs", "replacing", "write_text"]
 
 
 def check_target(path: str | PathLike[str]) -> None:
@@ -32,12 +32,13 @@ def _remove_left_over(target: Path) -> None:
     prefix = _prefix(target)
     for name in os.listdir(target.parent):
         number = name.removeprefix(prefix).removesuffix(".tmp")
-        if name == f"{prefix}{number}.tmp" and number.isdecimal() and not _runs(int(number)):
+        if name == f"{prefix}{number}.tmp" and number.isdecimal() and not process_runs(int(number)):
             with contextlib.suppress(OSError):
                 (target.parent / name).unlink()
 
 
-def _runs(process: int) -> bool:
+def process_runs(process: int) -> bool:
+    """Whether a process of that number runs on this host."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -215,10 +215,12 @@ def test_resume_is_exact(model: str, dtype: str, tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", rollouts())
-    trainer = Trainer(config(data), tmp_path / "run")
+    said: list[str] = []
+    trainer = Trainer(config(data), tmp_path / "run", log=said.append)
     steps = trainer.run()
     next(steps)
     os.kill(os.getpid(), signal.SIGTERM)
+    assert said[-1] == "finishing step 2, then a checkpoint; again to quit now"
     with pytest.raises(Interrupted, match="--resume"):
         list(steps)
     assert latest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoint-000002"

@@ -1,8 +1,8 @@
 """Interrupts that wait for the step in hand."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,8 +18,12 @@ class Flag:
 
 
 @contextmanager
-def signals_as_flag() -> Iterator[Flag]:
-    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as usual."""
+def signals_as_flag(tell: Callable[[], None] = lambda: None) -> Iterator[Flag]:
+    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as usual.
+
+    Args:
+        tell: called on the first, to say what happens next.
+    """
     flag = Flag()
     previous: dict[int, Any] = {}
 
@@ -27,6 +31,8 @@ def signals_as_flag() -> Iterator[Flag]:
         flag.is_set = True
         for kind, handler in previous.items():
             signal.signal(kind, handler)
+        with suppress(RuntimeError):  # the signal came in the middle of a print, which cannot be entered again
+            tell()
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
