@@ -179,7 +179,7 @@ def test_inspect_counts_what_the_tree_counts() -> None:
     assert document["sharing"] == pytest.approx(tree.sharing)
     assert document["segments"] == tree.num_segments
     assert document["trained_tokens"] == sum(each.num_trained for each in tree.trajectories)
-    assert document["rounds"] == 3
+    assert document["nesting"] == 3
     assert document["replayed_rows"] == 472
     assert sum(each["tokens"] for each in document["by_group"]) == document["tokens"]
     assert 1 < document["sharing_of_prefixes"] < document["sharing_in_groups"] < document["sharing"]

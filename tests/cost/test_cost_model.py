@@ -17,7 +17,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }  # fmt: skip
-TRUE = Coefficients(rows=2e-6, pairs=3e-10, linear_rows=1e-6, trained_rows=5e-6, rounds=2e-3, microbatches=8e-3)
+TRUE = Coefficients(rows=2e-6, pairs=3e-10, linear_rows=1e-6, trained_rows=5e-6, chains=2e-4, microbatches=8e-3)
 
 
 def timed_runs(number: int, noise: float = 0.0) -> list[TimedRun]:

@@ -39,7 +39,6 @@ def counted_one_by_one(tree: PrefixTree) -> Counts:
         linear_rows=tree.num_rows + blocks.replayed_rows,
         trained_rows=len(heads),
         chains=blocks.chains.num_chains,
-        rounds=blocks.nesting,
         gathered_keys=int(blocks.chains.length_C.sum()),
         microbatches=1,
     )
@@ -62,8 +61,8 @@ def test_siblings_of_other_temperatures_do_not_share_the_head() -> None:
 
 
 def test_counts_add_up() -> None:
-    total = Counts(rows=3, pairs=6, linear_rows=5, microbatches=1) + Counts(rows=1, pairs=1, linear_rows=1, rounds=2)
-    assert total == Counts(rows=4, pairs=7, linear_rows=6, rounds=2, microbatches=1)
+    total = Counts(rows=3, pairs=6, linear_rows=5, microbatches=1) + Counts(rows=1, pairs=1, linear_rows=1, chains=2)
+    assert total == Counts(rows=4, pairs=7, linear_rows=6, chains=2, microbatches=1)
     assert total.replayed_rows == 2
     assert total.without_replay().linear_rows == 4
 

@@ -12,9 +12,7 @@ from harts.testing.trees import AWKWARD, random_trajectories, to_trajectories
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
-MIXED = CostModel(
-    time=Coefficients(rows=2.0, pairs=0.02, linear_rows=0.7, chains=3.0, rounds=20.0, microbatches=50.0), unit="flops"
-)
+MIXED = CostModel(time=Coefficients(rows=2.0, pairs=0.02, linear_rows=0.7, chains=3.0, microbatches=70.0), unit="flops")
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

@@ -20,9 +20,8 @@ FULL = CostModel(
         linear_rows=0.5,
         trained_rows=2.0,
         chains=5.0,
-        rounds=40.0,
         gathered_keys=0.1,
-        microbatches=90.0,
+        microbatches=130.0,
     ),
     unit="flops",
 )

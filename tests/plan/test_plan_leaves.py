@@ -3,7 +3,6 @@
 import numpy as np
 
 from harts.blocks import BLOCK, Blocks
-from harts.cost import count_rounds
 from harts.plan.leaves import Leaves
 from harts.testing.trees import AWKWARD, random_trajectories
 from harts.tree import PrefixTree
@@ -26,7 +25,6 @@ def test_counts_of_any_subset_follow_from_leaves() -> None:
             assert (length - shared).sum() == built.num_rows
             assert (length - shared // BLOCK * BLOCK).sum() == built.num_rows + blocks.replayed_rows
             assert length.sum() == int(blocks.chains.length_C.sum())
-            assert count_rounds(shared.tolist()) == blocks.nesting
 
 
 def test_branches_hold_every_row_once() -> None:

@@ -14,7 +14,7 @@ from harts.testing.calibrate import calibrate
 from harts.testing.trees import AWKWARD, random_trajectories
 from harts.tree import PrefixTree
 
-TRUE = Coefficients(rows=3e-6, pairs=2e-9, linear_rows=4e-6, trained_rows=5e-6, chains=8e-5, rounds=3e-4)
+TRUE = Coefficients(rows=3e-6, pairs=2e-9, linear_rows=4e-6, trained_rows=5e-6, chains=8e-5)
 
 
 def test_noise_free_times_are_predicted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

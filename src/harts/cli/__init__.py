@@ -22,7 +22,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "inspect": "Count what a data set shares: tokens, rows, segments, rounds.",
+        "inspect": "Count what a data set shares: tokens, rows, segments, chains.",
         "show": "Draw the prefix tree of a data set.",
         "plan": "Cut a data set into microbatches and place them on replicas.",
         "check": "Compare a model on a tree with separate rows.",

@@ -34,7 +34,7 @@ def inspect(
     findings: Annotated[int, typer.Option(min=0, help="With --explain: near misses to list.")] = 12,
     as_json: options.Json = False,
 ) -> None:
-    """Count what a data set shares: tokens, rows, segments, rounds, replayed rows.
+    """Count what a data set shares: tokens, rows, segments, chains, replayed rows.
 
     Always say what a row is: with --rows turn every model call is a row, and rows share far more.
     """
@@ -78,7 +78,7 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         **_without_routes(trajectories),
         **{name: whole[name] for name in ("segments", "branch_depth", "trained_tokens", "trained_share")},
         "trained_rows": int(np.count_nonzero(tree.trained_T)),
-        "rounds": blocks.nesting,
+        "nesting": blocks.nesting,
         "chains": blocks.chains.num_chains,
         "blocks": blocks.num_blocks,
         "replayed_rows": blocks.replayed_rows,
@@ -106,7 +106,7 @@ def _counts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "sharing": tree.sharing,
         "segments": tree.num_segments,
         "branch_depth": _branch_depth(tree),
-        "rounds": counts.rounds,
+        "chains": counts.chains,
         "replayed_rows": counts.replayed_rows,
         "trained_tokens": trained,
         "trained_share": trained / tree.num_tokens,
@@ -134,7 +134,7 @@ def _render(console: Console, document: dict[str, Any], most: int) -> None:
         "trained tokens": f"{shown(document['trained_tokens'])} ({document['trained_share']:.1%} of all), "
         f"{shown(document['trained_rows'])} of them distinct",
         "segments": f"{shown(document['segments'])}, at most {shown(document['branch_depth'])} branch points on a path",
-        "rounds": f"{shown(document['rounds'])}, of {shown(document['chains'])} chains",
+        "chains": f"{shown(document['chains'])}, nested {shown(document['nesting'])} deep",
         "replayed rows": f"{shown(document['replayed_rows'])} "
         f"({document['replayed_rows'] / document['unique_tokens']:.1%} of the unique ones)",
     }
@@ -144,7 +144,7 @@ def _render(console: Console, document: dict[str, Any], most: int) -> None:
     listed = sorted(document["by_group"], key=lambda each: -int(each["tokens"]))[:most]
     if not listed:
         return
-    columns = ("trajectories", "tokens", "unique_tokens", "sharing", "segments", "branch_depth", "rounds")
+    columns = ("trajectories", "tokens", "unique_tokens", "sharing", "segments", "branch_depth", "chains")
     groups = output.table(
         f"\nThe {len(listed)} of {document['groups']} groups with the most tokens, a tree each",
         "group",

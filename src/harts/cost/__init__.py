@@ -4,7 +4,7 @@ The counts are those of one forward and backward; every cost is a sum of non-neg
 """
 
 from harts.cost.config import forward_flops, model_identity
-from harts.cost.counts import Coefficients, Counts, count, count_rounds, count_trained_rows
+from harts.cost.counts import Coefficients, Counts, count, count_trained_rows
 from harts.cost.model import CostModel, TimedRun
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Counts",
     "TimedRun",
     "count",
-    "count_rounds",
     "count_trained_rows",
     "forward_flops",
     "model_identity",

@@ -1,15 +1,14 @@
 """Counts of what a tree holds, and coefficients that turn them into FLOPs, seconds or bytes."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from harts.blocks import BLOCK, count_replayed_rows
+from harts.blocks import count_replayed_rows
 from harts.tree import PrefixTree
 
-__all__ = ["Coefficients", "Counts", "count", "count_rounds", "count_trained_rows"]
+__all__ = ["Coefficients", "Counts", "count", "count_trained_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,6 @@ class Counts:
         linear_rows: rows fed to the linear-attention kernel: rows, and replayed rows again.
         trained_rows: distinct pairs of a parent row and a temperature; the head runs once for each.
         chains: sequences of the kernel calls, one per leaf.
-        rounds: sequential calls of the linear-attention recurrence.
         gathered_keys: sum of the chains' path lengths, keys that path-gathered attention reads.
         microbatches: how many microbatches these counts are of.
     """
@@ -32,7 +30,6 @@ class Counts:
     linear_rows: int = 0
     trained_rows: int = 0
     chains: int = 0
-    rounds: int = 0
     gathered_keys: int = 0
     microbatches: int = 0
 
@@ -59,14 +56,12 @@ def count(tree: PrefixTree) -> Counts:
     leaf_S = np.flatnonzero(is_leaf_S)
     stop_S = tree.depth_S + tree.length_S
     pairs = (stop_S * (stop_S + 1) - tree.depth_S * (tree.depth_S + 1)) // 2
-    common_L = np.append(0, tree.depth_S[leaf_S[:-1] + 1])  # in preorder the next segment leaves the path there
     return Counts(
         rows=tree.num_rows,
         pairs=int(pairs.sum()),
         linear_rows=tree.num_rows + count_replayed_rows(tree),
         trained_rows=count_trained_rows(tree),
         chains=len(leaf_S),
-        rounds=count_rounds(common_L.tolist()),
         gathered_keys=int(stop_S[leaf_S].sum()),
         microbatches=1,
     )
@@ -85,37 +80,6 @@ def count_trained_rows(tree: PrefixTree) -> int:
     return total
 
 
-def count_rounds(common: Sequence[int]) -> int:
-    """Rounds of a set of leaves: the Strahler number of its block tree (see `harts.blocks`).
-
-    Args:
-        common: for each leaf in row order, rows shared with the one before it (the first entry is not read).
-    """
-    most = 1
-    path: list[list[int]] = []  # [block boundary, largest number below, number] of the branch points above
-    for rows in [*common[1:], 0]:
-        boundary, number = rows // BLOCK, 1
-        while path and path[-1][0] > boundary:
-            _take_child(path[-1], number)
-            number = path.pop()[2]
-        if boundary == 0:  # roots have no block above them
-            most = max(most, number)
-        elif path and path[-1][0] == boundary:
-            _take_child(path[-1], number)
-        else:
-            path.append([boundary, number, number])
-    return most
-
-
-def _take_child(point: list[int], number: int) -> None:
-    """Strahler's rule: the largest child's number, or one more if two children have it."""
-    if number == point[1] == point[2]:
-        point[2] += 1
-    elif number > point[1]:
-        point[1] = number
-        point[2] = max(point[2], number)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
     """Non-negative cost of one of each of `Counts`, in one unit (FLOPs, seconds, bytes, ...).
@@ -129,7 +93,6 @@ class Coefficients:
     linear_rows: float = 0.0
     trained_rows: float = 0.0
     chains: float = 0.0
-    rounds: float = 0.0
     gathered_keys: float = 0.0
     microbatches: float = 0.0
 

@@ -19,7 +19,7 @@ __all__ = ["CostModel", "TimedRun"]
 
 Unit = Literal["rows", "flops", "seconds"]
 
-_FORMAT = "harts cost model 1"
+_FORMAT = "harts cost model 2"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ def bound_makespan(problem: Problem, known: float = np.inf, tolerance: float = 1
         tolerance: relative width at which the bisection stops; its lower end is returned.
     """
     replicas = problem.num_replicas
-    largest = float(problem.alone_L.max()) + problem.time.rounds
+    largest = float(problem.alone_L.max())
     low = max(bound_work(problem, np.inf) / replicas, largest, bound_crowding(problem))
     if bound_work(problem, low) <= low * replicas:
         return low
@@ -55,7 +55,7 @@ def bound_crowding(problem: Problem) -> float:
     last_K = crowd_K * replicas + 1
     least_above_L = np.minimum.accumulate(above_L[order])
     bound_K = total_L1[last_K] - total_L1[last_K - crowd_K - 1] + least_above_L[last_K - 1]
-    return float(bound_K.max(initial=0.0)) + problem.time.rounds
+    return float(bound_K.max(initial=0.0))
 
 
 def bound_work(problem: Problem, limit: float) -> float:
@@ -66,7 +66,6 @@ def bound_work(problem: Problem, limit: float) -> float:
     """
     length = problem.leaves.length_L.tolist()
     alone, shared_V, above_V = problem.alone, problem.shared_V, problem.above_V
-    limit = limit - problem.time.rounds
     # Of each branch point with the path up to the one above: cost, rows, rows with replay, keys; and its copies.
     done: list[tuple[float, int, int, int, int]] = []
     for branch, shared, above in zip(problem.leaves.branches, shared_V, above_V, strict=True):
@@ -92,4 +91,4 @@ def bound_work(problem: Problem, limit: float) -> float:
         block_rows += copies * (whole_blocks - branch.above // BLOCK * BLOCK)
         done.append((cost + copies * (shared - above), rows, block_rows, keys, copies))
     cost, *_, copies = done[-1]
-    return cost + copies * (problem.time.microbatches + problem.time.rounds)
+    return cost + copies * problem.time.microbatches

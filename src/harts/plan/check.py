@@ -18,8 +18,8 @@ def check_plan(tree: PrefixTree, plan: Plan, *, thorough: bool = True) -> None:
     - **lock step**: every slot has one microbatch per replica.
     - **budget**: no microbatch exceeds the token budget or the cap on gathered keys.
     - **bound**: the makespan is not below the lower bound.
-    - **claims** (thorough): each microbatch, built by itself, has the rows, replayed rows, keys, chains and rounds that
-      it claims, and unique rows add up to the tree.
+    - **claims** (thorough): each microbatch, built by itself, has the rows, replayed rows, keys and chains that it
+      claims, and unique rows add up to the tree.
     - **purity** (thorough): planning again gives the same plan.
 
     Args:
@@ -60,7 +60,6 @@ def check_microbatch(microbatch: Microbatch, subtree: PrefixTree, blocks: Blocks
         "replayed rows": blocks.replayed_rows,
         "gathered keys": int(blocks.chains.length_C.sum()),
         "chains": blocks.chains.num_chains,
-        "rounds": blocks.nesting,
     }
     claimed = (
         len(microbatch.trajectories),
@@ -68,7 +67,6 @@ def check_microbatch(microbatch: Microbatch, subtree: PrefixTree, blocks: Blocks
         microbatch.replayed_rows,
         microbatch.gathered_keys,
         microbatch.chains,
-        microbatch.rounds,
     )
     for (name, number), claim in zip(found.items(), claimed, strict=True):
         if number != claim:

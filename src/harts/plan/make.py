@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts.blocks import BLOCK
-from harts.cost import CostModel, count_rounds
+from harts.cost import CostModel
 from harts.plan.bound import bound_makespan
 from harts.plan.fingerprint import fingerprint
 from harts.plan.leaves import Leaves
@@ -124,7 +124,7 @@ def _trained_per_leaf(tree: PrefixTree, leaves: Leaves) -> Ints:
 
 
 def _separate_cost(tree: PrefixTree, cost_model: CostModel) -> float:
-    """Cost of all trajectories as rows of their own, each one chain; constants and rounds left out."""
+    """Cost of all trajectories as rows of their own, each one chain; constants left out."""
     time = cost_model.time
     length_B = np.diff(tree.offset_B1)
     trained = sum(trajectory.num_trained for trajectory in tree.trajectories) if time.trained_rows else 0
@@ -142,12 +142,11 @@ def _uncut_budget(leaves: Leaves) -> int:
 
 def _schedule(problem: Problem, part_L: Ints) -> tuple[tuple[Microbatch, ...], ...]:
     """Sorts the microbatches by cost into slots, and says what each one holds."""
-    leaves, time = problem.leaves, problem.time
+    leaves = problem.leaves
     leaf_L, shared_L = leaves.common_within(part_L)
     first = np.append(0, np.flatnonzero(np.diff(part_L[leaf_L])) + 1)
     stop = np.append(first[1:], len(leaf_L))
-    rounds = np.array([count_rounds(shared_L[a:b].tolist()) for a, b in zip(first, stop, strict=True)])
-    cost = problem.cost_of_parts(part_L) + time.rounds * rounds
+    cost = problem.cost_of_parts(part_L)
     length_L = leaves.length_L[leaf_L]
     rows = np.add.reduceat(length_L - shared_L, first)
     fed_rows = np.add.reduceat(length_L - shared_L // BLOCK * BLOCK, first)
@@ -169,7 +168,6 @@ def _schedule(problem: Problem, part_L: Ints) -> tuple[tuple[Microbatch, ...], .
             replayed_rows=int(fed_rows[part] - rows[part]),
             gathered_keys=int(keys[part]),
             chains=int(stop[part] - first[part]),
-            rounds=int(rounds[part]),
             cost=float(cost[part]),
         )
         for rank, part in enumerate(order)

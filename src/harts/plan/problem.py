@@ -3,7 +3,7 @@
 Three sizes of a microbatch matter: its predicted cost, its rows (those fed to linear attention, so that replayed ones
 count) and its gathered keys. Each is a sum over its leaves, in row order, of the leaf's own size less the size of the
 path shared with the leaf before; so two sets of leaves that branch apart at depth d together have the sum of their
-sizes less `shared_cost(d)`, `d // 64 * 64` and 0. Only the cost of rounds is no such sum; it is added afterwards.
+sizes less `shared_cost(d)`, `d // 64 * 64` and 0.
 
 Shape suffixes: L leaves, V branch points, X whatever was asked for; a suffix 1 is one more entry.
 """
@@ -46,7 +46,7 @@ class Problem:
 
     @cached_property
     def alone_L(self) -> Floats:
-        """float64 [L]: cost of each leaf's path as a microbatch of its own, less the cost of rounds."""
+        """float64 [L]: cost of each leaf's path as a microbatch of its own."""
         time, length_L = self.time, self.leaves.length_L
         per_leaf = time.microbatches + time.chains
         per_row = time.rows + time.linear_rows + time.gathered_keys
@@ -100,7 +100,7 @@ class Problem:
         return replace(self, leaves=self.leaves.reordered(leaf_L), trained_L=self.trained_L[leaf_L])
 
     def cost_of_parts(self, part_L: Ints) -> Floats:
-        """float64 [parts]: cost of each part, less that of rounds, in the order of their names in `part_L`."""
+        """float64 [parts]: cost of each part, in the order of their names in `part_L`."""
         leaf_L, shared_L = self.leaves.common_within(part_L)
         cost_L = self.alone_L[leaf_L] - self.shared_cost(shared_L)
         first = np.append(0, np.flatnonzero(np.diff(part_L[leaf_L])) + 1)

@@ -18,7 +18,7 @@ from harts.tree import PrefixTree
 
 __all__ = ["Microbatch", "Plan"]
 
-_FORMAT = "harts plan 1"
+_FORMAT = "harts plan 2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,6 @@ class Microbatch:
         replayed_rows: rows fed to linear attention more than once, counted each further time.
         gathered_keys: sum of the path lengths of its chains.
         chains: leaves, each a sequence of the kernel calls.
-        rounds: sequential calls of the linear-attention recurrence.
         cost: predicted, in the plan's unit.
     """
 
@@ -43,7 +42,6 @@ class Microbatch:
     replayed_rows: int = 0
     gathered_keys: int = 0
     chains: int = 0
-    rounds: int = 0
     cost: float = 0.0
 
     @property
