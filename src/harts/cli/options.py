@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from harts.formats import read
+from harts import formats
 from harts.trajectory import Trajectory
 
 __all__ = [
@@ -29,7 +29,6 @@ _DATA_HELP = (
 )
 
 RowsChoice = Literal["trajectory", "turn"]
-FormatChoice = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl", "slime", "atropos"]
 ReasoningChoice = Literal["keep", "drop"]
 
 _READING = "Reading"
@@ -41,7 +40,7 @@ Rows = Annotated[
     typer.Option(help="What a chat row becomes: one row, or one row a model call.", rich_help_panel=_READING),
 ]
 Format = Annotated[
-    FormatChoice, typer.Option("--format", help="Whose field names the rows have.", rich_help_panel=_READING)
+    formats.Format, typer.Option("--format", help="Whose field names the rows have.", rich_help_panel=_READING)
 ]
 Tokenizer = Annotated[
     str | None,
@@ -68,14 +67,14 @@ def read_data(
     data: Sequence[Path],
     *,
     rows: RowsChoice,
-    fmt: FormatChoice,
+    fmt: formats.Format,
     tokenizer: str | None,
     reasoning: ReasoningChoice,
     limit: int | None,
 ) -> list[Trajectory]:
     """Reads the data arguments of a command with its reader options."""
     source: Path | list[Path] = data[0] if len(data) == 1 else list(data)
-    return read(source, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
+    return formats.read(source, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
 
 
 def parse_workloads(text: str) -> list[tuple[str, Mapping[str, int]]]:

@@ -1,16 +1,17 @@
 """Files and other people's field names to `Trajectory`.
 
 `read` takes JSON Lines or Parquet and rows in memory; `from_lists` and `from_padded` take arrays. One module a source:
-harts (our own schema), chat, vllm, sglang, verifiers, trl, verl,
+harts (our own schema), chat, claude_code, codex, vllm, sglang, verifiers, trl, verl,
 slime, atropos. docs/data.md has the schema and every mapping.
 """
 
 from harts.formats.checks import check_trainable, check_vocabulary
 from harts.formats.memory import from_lists, from_padded
-from harts.formats.reading import iter_trajectories, read
+from harts.formats.reading import Format, iter_trajectories, read
 from harts.formats.writing import write
 
 __all__ = [
+    "Format",
     "check_trainable",
     "check_vocabulary",
     "from_lists",

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.formats import atropos, chat, chatml, harts, sglang, slime, trl, verifiers, verl, vllm
+from harts.formats import chatml
 from harts.formats.files import Source, parts_of
 from harts.formats.places import STDIN
+from harts.formats.rows import Row
+from harts.formats.sessions import TOOLS, rows_of
+from harts.formats.sources import format_of
 from harts.formats.tokenizer import load_tokenizer
 
 __all__ = ["Decoder", "QwenDecoder", "TokenizerDecoder", "decoder_for"]
@@ -123,14 +126,14 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
     if fmt == "auto" and any(isinstance(path, str | PathLike) and str(path) == STDIN for path in paths):
         return None  # read once already
     if fmt == "auto":
-        fmt = "chat" if all(_is_chat(part) for part in parts_of(source)) else "other"
-    return QwenDecoder() if fmt == "chat" else None
+        fmt = "chat" if all(map(_is_chat, parts_of(source))) else "other"
+    return QwenDecoder() if fmt == "chat" or fmt in TOOLS else None
 
 
-def _is_chat(part: Iterable[Any]) -> bool:
-    first = next(iter(part))
-    others = (slime, harts, vllm, sglang, verifiers, trl, verl, atropos)
-    return chat.matches(first) and not any(module.matches(first) for module in others)
+def _is_chat(part: Iterable[Row]) -> bool:
+    """Whether the first row is chat; a session without a reply of a model has no row and is no other thing."""
+    first = next(rows_of(part), None)
+    return first is None or format_of(first) == "chat"
 
 
 def _byte_characters() -> dict[str, int]:

@@ -3,35 +3,21 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 from os import PathLike, fspath
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from harts.formats import atropos, chat, harts, sglang, slime, trl, verifiers, verl, vllm
+from harts.formats import chat
 from harts.formats.chat import Reasoning, Rows
 from harts.formats.checks import untrained
 from harts.formats.conversations import as_chat
 from harts.formats.files import Source, parts_of
 from harts.formats.rows import Row
+from harts.formats.sessions import TOOLS, rows_of
+from harts.formats.sources import MODULES, Format, format_of
 from harts.formats.template import Template, load
 from harts.formats.unused import Unused
 from harts.trajectory import Trajectory
 
 __all__ = ["Format", "iter_trajectories", "read"]
-
-Format = Literal["auto", "harts", "chat", "vllm", "sglang", "verifiers", "trl", "verl", "slime", "atropos"]
-
-# In this order: a row of tokens may have messages beside them, and vLLM's own fields are the most telling. verifiers'
-# rows have TRL's names, so they are told apart first.
-_MODULES = {
-    "slime": slime,  # before ours: it has a loss_mask too
-    "harts": harts,
-    "vllm": vllm,
-    "sglang": sglang,
-    "verifiers": verifiers,
-    "trl": trl,
-    "verl": verl,
-    "atropos": atropos,
-    "chat": chat,
-}
 
 
 def read(
@@ -90,9 +76,10 @@ def _all(
     places: dict[str, str] = {}
     for part in parts_of(source):
         reader: Callable[[Row], Iterator[Trajectory]] | None = None
-        for row in part:
+        for row in rows_of(part, fmt):
             if reader is None:
-                reader = _reader(_format_of(row) if fmt == "auto" else fmt, rows, reasoning, template)
+                named = "chat" if fmt in TOOLS else fmt
+                reader = _reader(format_of(row) if fmt == "auto" else named, rows, reasoning, template)
             for trajectory in reader(row):
                 if trajectory.id in places:
                     got = f"the id of {places[trajectory.id]}"
@@ -123,7 +110,7 @@ def _reader(
             yield from chat.trajectories(row, rows=rows, reasoning=reasoning, template=template)
 
         return chats
-    module = _MODULES[fmt]
+    module = MODULES[fmt]
     if not hasattr(module, "READ"):  # our own schema refuses what it does not know
         plain: Callable[[Row], Iterator[Trajectory]] = module.trajectories
         return plain
@@ -134,16 +121,3 @@ def _reader(
         yield from module.trajectories(row)
 
     return reader
-
-
-def _format_of(row: Row) -> str:
-    for name, module in _MODULES.items():
-        if module.matches(row):
-            return name
-    fields = ", ".join(map(str, row.fields)) or "none"
-    if {"input", "output", "score"} <= row.fields.keys():
-        fields += " (text that verl dumps: it has no token ids)"
-    raise ValueError(
-        f"{row.place}: expected token_ids, messages, or the fields of {', '.join(_MODULES)}, got the fields {fields}; "
-        "rename them or pass fmt="
-    )
