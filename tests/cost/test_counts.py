@@ -114,6 +114,50 @@ def test_flops_per_row_are_twice_the_parameters(name: str) -> None:
     assert model_identity(config.to_dict()) == model_identity(config)
 
 
+SPARSE: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {},
+    "Qwen2Moe": {},
+    "Qwen3Next": {"mlp_only_layers": [1]},
+    "Mixtral": {},
+    "Olmoe": {},
+    "Dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2},
+    "Ernie4_5_Moe": {},
+    "FlexOlmo": {},
+    "Glm4Moe": {},
+    "GraniteMoe": {},
+    "GraniteMoeShared": {"shared_intermediate_size": 512},
+    "HunYuanMoEV1": {"num_experts": 16, "moe_topk": 4, "head_dim": 128},
+    "HYV3": {},
+    "MiniMaxM2": {},
+    "SolarOpen": {},
+}
+
+
+@pytest.mark.parametrize("stem", list(SPARSE))
+def test_flops_per_row_of_a_mixture_are_twice_the_parameters_that_a_row_meets(stem: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config: Any = getattr(transformers, f"{stem}Config")(num_hidden_layers=4, tie_word_embeddings=False, **SPARSE[stem])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2 and "embed" not in name and "moe_statics" not in name:
+            share = 1.0
+            if ".experts." in name:  # [experts, out, in]
+                share = (config.to_dict().get("moe_topk") or config.num_experts_per_tok) / len(parameter)
+            expected += 2 * share * parameter.numel()
+    forward = forward_flops(config)
+    assert forward.rows + forward.trained_rows == pytest.approx(expected, rel=1e-12)
+    assert forward_flops(config.to_dict()) == forward
+    assert model_identity(config.to_dict()) == model_identity(config)
+
+
+def test_layers_of_a_mixture_must_have_one_size() -> None:
+    with pytest.raises(ValueError, match=r"num_experts_per_tok: expected an integer >= 1, got .2, 3.; all layers"):
+        forward_flops({**EXPERTS, "num_experts_per_tok": [2, 3]})
+
+
 def test_backward_and_recomputation_multiply_the_forward() -> None:
     tree = PrefixTree.build(AWKWARD["comb"])
     forward = flops(HYBRID, tree, backward=False)

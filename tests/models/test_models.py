@@ -36,7 +36,7 @@ def weights_for(trajectories: list[Trajectory], dtype: torch.dtype = torch.float
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
 

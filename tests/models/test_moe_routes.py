@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from moe_families import FAMILIES, hooked, routers_of, weights_of_forced
 from torch import Tensor, nn
 
 import harts
@@ -18,14 +19,6 @@ from harts.testing.trees import AWKWARD, random_trajectories
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, count_rows_without_routes
 
-FAMILIES = [
-    "tiny-qwen3.5-moe",
-    "tiny-qwen3-next",
-    "tiny-qwen3-moe",
-    "tiny-mixtral",
-    "tiny-olmoe",
-    "tiny-qwen2-moe",
-]
 FAST = "tiny-qwen3-moe"
 EXPERTS, PER_TOKEN = 8, 3
 
@@ -46,9 +39,8 @@ def record(trajectories: list[Trajectory], layers: int, *, same: bool = False, s
     return done
 
 
-def score_forced(model: Any, trajectory: Trajectory) -> Tensor:
-    """Untouched code, in which a hook replays the routes: softmax over the recorded experts' logits alone (R3),
-    or over all where the model does so."""
+def score_forced(name: str, model: Any, trajectory: Trajectory) -> Tensor:
+    """Untouched code, in which a hook replays the routes with the weights that the router has for them (R3)."""
     assert trajectory.routes is not None
     routes = torch.tensor(trajectory.routes, dtype=torch.int64)
     place = iter(range(routes.shape[1]))
@@ -57,22 +49,18 @@ def score_forced(model: Any, trajectory: Trajectory) -> Tensor:
         logits, weights, chosen = output
         forced = routes[:, next(place)]
         recorded = forced[:, :1] >= 0
-        replayed = logits.gather(1, forced.clamp(min=0)).softmax(-1)
-        if not getattr(router, "norm_topk_prob", True):
-            replayed = logits.softmax(-1).gather(1, forced.clamp(min=0))
+        replayed = weights_of_forced(name, router, logits, forced.clamp(min=0))
         return logits, torch.where(recorded, replayed, weights), torch.where(recorded, forced, chosen)
 
-    hooks = [layer.mlp.gate.register_forward_hook(replay) for layer in model.model.layers]
     ids = torch.tensor(trajectory.token_ids, dtype=torch.int64)
-    logp = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
-    for hook in hooks:
-        hook.remove()
+    with hooked(model, replay):
+        logp = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
     logp = logp[:-1].gather(1, ids[1:, None]).squeeze(1)
     return torch.cat([logp.new_zeros(1), logp]) * torch.tensor(trajectory.loss_mask)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [p for _, p in model.named_parameters()]))
+    return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -85,11 +73,11 @@ def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 def test_recorded_experts_are_forced_in_forward_and_recomputation(family: str, recomputed: bool) -> None:
     model: Any = tiny_model(family, dtype=torch.float64)
     trajectories = random_trajectories(np.random.default_rng(3), num_trajectories=5, max_length=80)
-    trajectories = record(trajectories, len(model.model.layers), same=True)
+    trajectories = record(trajectories, len(routers_of(model)), same=True)
     packed = harts.pack(PrefixTree.build(trajectories))
     weight = torch.randn(packed.num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with all_fp64():
-        expected = torch.cat([score_forced(model, each) for each in trajectories])
+        expected = torch.cat([score_forced(family, model, each) for each in trajectories])
         grads = gradients(model, (expected * weight).sum())
         harts.attach(model)
         free = [dataclasses.replace(each, routes=None) for each in trajectories]

@@ -5,15 +5,18 @@ The counts are those of one forward and backward; every cost is a sum of non-neg
 
 from harts.cost.config import forward_flops, model_identity
 from harts.cost.counts import Coefficients, Counts, count, count_trained_rows
+from harts.cost.experts import Experts, expert_sizes
 from harts.cost.model import CostModel, TimedRun
 
 __all__ = [
     "Coefficients",
     "CostModel",
     "Counts",
+    "Experts",
     "TimedRun",
     "count",
     "count_trained_rows",
+    "expert_sizes",
     "forward_flops",
     "model_identity",
 ]

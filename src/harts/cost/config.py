@@ -19,11 +19,11 @@ A backward counts twice its forward.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from harts.blocks import BLOCK
 from harts.cost.counts import Coefficients
+from harts.cost.experts import Experts, Reader, expert_sizes
 
 __all__ = ["forward_flops", "model_identity"]
 
@@ -66,6 +66,7 @@ def forward_flops(config: Any) -> Coefficients:
     """
     sizes = _Sizes(config)
     hidden = sizes.need("hidden_size")
+    experts = expert_sizes(sizes)
     rows = pairs = linear_rows = 0.0
     for layer, kind in enumerate(sizes.layer_types()):
         if kind == "full_attention":
@@ -79,7 +80,7 @@ def forward_flops(config: Any) -> Coefficients:
             per_row, per_linear_row = _gated_delta_rule(sizes, hidden)
             rows += per_row
             linear_rows += per_linear_row
-        rows += _mlp(sizes, layer, hidden)
+        rows += _mlp(sizes, experts, layer, hidden)
     head = 2.0 * hidden * sizes.need("vocab_size")
     return Coefficients(rows=rows, pairs=pairs, linear_rows=linear_rows, trained_rows=head)
 
@@ -90,31 +91,17 @@ def model_identity(config: Any) -> str:
     fields = {name: sizes.get(name, None) for name in _IDENTITY_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
     fields["layer_types"] = sizes.layer_types()
-    fields["num_experts"] = sizes.num_experts()
+    experts = expert_sizes(sizes)
+    fields["num_experts"] = 0 if experts is None else experts.number
+    if experts is not None:
+        fields["num_experts_per_tok"] = experts.per_token
+        fields["shared_width"], fields["sparse_layers"] = experts.shared_width, sum(experts.layers)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
     return f"{fields.get('model_type', 'model')} {len(fields['layer_types'])}x{sizes.need('hidden_size')} {digest}"
 
 
-class _Sizes:
-    """Reads sizes of a config's text part by attribute or key."""
-
-    def __init__(self, config: Any) -> None:
-        inner = self._read(config, "text_config")
-        self.config = config if inner is None else inner
-
-    @staticmethod
-    def _read(config: Any, name: str) -> Any:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-    def get(self, name: str, default: Any) -> Any:
-        value = self._read(self.config, name)
-        return default if value is None else value
-
-    def need(self, name: str) -> int:
-        value = self.get(name, None)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config, field {name}: expected an integer >= 1, got {value!r}; pass the model's config")
-        return value
+class _Sizes(Reader):
+    """The sizes of a config's text part."""
 
     def head_dim(self) -> int:
         head_dim: int = self.get("head_dim", self.need("hidden_size") // self.need("num_attention_heads"))
@@ -123,10 +110,6 @@ class _Sizes:
     def has_query_gate(self) -> bool:
         of_type = str(self.get("model_type", "")).startswith(_GATED_QUERIES)
         return bool(self.get("attn_output_gate", of_type))
-
-    def num_experts(self) -> int:
-        number: int = self.get("num_experts", self.get("num_local_experts", 0))
-        return number
 
     def layer_types(self) -> list[str]:
         number = self.need("num_hidden_layers")
@@ -156,20 +139,15 @@ def _gated_delta_rule(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     return projections + convolution, value_heads * chunk
 
 
-def _mlp(sizes: _Sizes, layer: int, hidden: int) -> float:
+def _mlp(sizes: _Sizes, experts: Experts | None, layer: int, hidden: int) -> float:
     """FLOPs of one layer's MLP or chosen experts per row."""
-    experts = sizes.num_experts()
-    every = sizes.get("decoder_sparse_step", 1)
     if sizes.get("block_auto_adjust_ff_dim", False):
         return 6.0 * hidden * _adjusted_width(sizes)
-    if not experts or layer in sizes.get("mlp_only_layers", []) or (layer + 1) % every:
+    if experts is None or not experts.layers[layer]:
         products = 2 if sizes.get("model_type", "") in _PLAIN_MLP else 3
         return 2.0 * products * hidden * sizes.need("intermediate_size")
-    width: int = sizes.get("moe_intermediate_size", None) or sizes.need("intermediate_size")
-    chosen = sizes.need("num_experts_per_tok")
-    shared: int = sizes.get("shared_expert_intermediate_size", 0)
-    gate = 1 if shared else 0
-    return 6.0 * hidden * (chosen * width + shared) + 2.0 * hidden * (experts + gate)
+    widths = experts.per_token * experts.width + experts.shared_width
+    return 6.0 * hidden * widths + 2.0 * hidden * (experts.number + experts.shared_gate)
 
 
 def _adjusted_width(sizes: _Sizes) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from harts.cost import expert_sizes
 from harts.models.attention import PREFIX, register
 from harts.models.configs import check_adapters, check_config
 from harts.models.families import FAMILIES, Family, layer_types
@@ -46,9 +47,8 @@ class Backbone:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the config makes this decoder layer a mixture of experts."""
-        every = getattr(self.config, "decoder_sparse_step", 1)
-        dense = getattr(self.config, "mlp_only_layers", None) or []
-        return self.family.router is not None and layer not in dense and (layer + 1) % every == 0
+        experts = None if self.family.router is None else expert_sizes(self.config)
+        return experts is not None and experts.layers[layer]
 
 
 _MARK = "_harts_attached"

@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
+from harts.cost import expert_sizes
+
 __all__ = ["check_adapters", "check_config"]
 
 _TAPS = 4
@@ -129,14 +131,8 @@ def _check_linear(config: Any) -> None:
 
 
 def _check_experts(config: Any) -> None:
-    experts = getattr(config, "num_experts", None) or 0
-    if experts < 1:
+    if expert_sizes(config) is None:
         raise ValueError(
-            f"model: config.num_experts = {experts} is not supported for {config.model_type}; expected a mixture of "
+            f"model: config.num_experts = 0 is not supported for {config.model_type}; expected a mixture of "
             "experts, or layers made dense by config.mlp_only_layers"
-        )
-    if not 1 <= config.num_experts_per_tok <= experts:
-        raise ValueError(
-            f"model: config.num_experts_per_tok = {config.num_experts_per_tok}: expected a number from 1 to "
-            f"config.num_experts = {experts}"
         )

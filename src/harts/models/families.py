@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harts.mixers import Attention, GatedDeltaRule, Mixer, ShortConv
+from harts.models.routers import ARGUMENT, Router
 
 __all__ = ["FAMILIES", "Family", "Layer", "layer_types"]
 
@@ -37,14 +38,13 @@ class Family:
         layers: its types of decoder layers.
         mask: what to hand the backbone as `attention_mask` so that it builds none of its own; None: nothing for each
             type of layer.
-        router: "module:Class" of the router of a mixture-of-experts layer, which gives (logits [T, experts], weights
-            and indices [T, experts per token]); None without one.
+        router: that of its mixture-of-experts layers; None without any.
         fused: "module:NAME" of the classes, a tuple, that `harts.models.fuse` swaps in; None where nothing is fused.
     """
 
     layers: Mapping[str, Layer]
     mask: Callable[[torch.device], Any] | None = None
-    router: str | None = None
+    router: Router | None = None
     fused: str | None = None
 
     def mixer_classes(self) -> dict[str, type[nn.Module]]:
@@ -66,8 +66,8 @@ class Family:
         return dict.fromkeys(self.layers) if self.mask is None else self.mask(device)
 
     def router_class(self) -> type[nn.Module] | None:
-        """The class named by `router`."""
-        return None if self.router is None else _load(self.router)
+        """The class of the routers."""
+        return None if self.router is None else _load(self.router.module)
 
     def fused_classes(self) -> dict[type[nn.Module], type[nn.Module]]:
         """The classes named by `fused`, by those that they stand for."""
@@ -104,6 +104,18 @@ def _hybrid(module: str, attention: str, linear: str, twin: str) -> dict[str, La
     }
 
 
+_NORMALIZED_BY_CONFIG: Mapping[str, Any] = {"normalized": "norm_topk_prob"}
+
+_GROUPED_SIGMOIDS: Mapping[str, Any] = {
+    **_NORMALIZED_BY_CONFIG,
+    "scores": "sigmoid",
+    "epsilon": 1e-20,
+    "scale": "routed_scaling_factor",
+    "groups": ("num_group", "topk_group"),
+    "bias": "e_score_correction_bias",
+}
+"""The router of DeepSeek V3."""
+
 _PLAIN: tuple[tuple[str, str], ...] = (
     ("arcee", "Arcee"),
     ("ernie4_5", "Ernie4_5"),
@@ -127,14 +139,35 @@ _PLAIN: tuple[tuple[str, str], ...] = (
 )
 """Full causal attention in every layer and a dense MLP: model type, stem of its classes."""
 
-_SPARSE: tuple[tuple[str, str], ...] = (
-    ("mixtral", "Mixtral"),
-    ("olmoe", "Olmoe"),
-    ("qwen2_moe", "Qwen2Moe"),
+_SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
+    ("dots1", "Dots1", "TopkRouter", _GROUPED_SIGMOIDS),
+    (
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        "TopKRouter",
+        {"bias": "moe_statics.e_score_correction_bias", "floor": "norm_min"},
+    ),
+    ("flex_olmo", "FlexOlmo", "TopKRouter", _NORMALIZED_BY_CONFIG),
+    ("glm4_moe", "Glm4Moe", "TopkRouter", _GROUPED_SIGMOIDS),
+    ("granitemoe", "GraniteMoe", "TopKRouter", {}),
+    ("granitemoeshared", "GraniteMoeShared", "TopKRouter", {}),
+    ("hunyuan_v1_moe", "HunYuanMoEV1", "Gate", {"weight": "wg.weight"}),
+    (
+        "hy_v3",
+        "HYV3",
+        "TopKRouter",
+        {"scores": "sigmoid", "bias": ARGUMENT, "epsilon": 1e-20, "scale": "router_scaling_factor"},
+    ),
+    ("minimax_m2", "MiniMaxM2", "TopKRouter", {"scores": "sigmoid", "bias": ARGUMENT}),
+    ("mixtral", "Mixtral", "TopKRouter", {}),
+    ("olmoe", "Olmoe", "TopKRouter", _NORMALIZED_BY_CONFIG),
+    ("qwen2_moe", "Qwen2Moe", "TopKRouter", _NORMALIZED_BY_CONFIG),
+    ("qwen3_moe", "Qwen3Moe", "TopKRouter", _NORMALIZED_BY_CONFIG),
+    ("solar_open", "SolarOpen", "TopkRouter", _GROUPED_SIGMOIDS),
 )
-"""The same with experts, whose router takes the softmax over all and then the largest."""
+"""The same with experts: model type, stem of its classes, what follows it in the router's, what the router does."""
 
-_MASK_BY_TYPE = ("qwen2", "qwen2_moe", "qwen3", "smollm3")
+_MASK_BY_TYPE = ("dots1", "qwen2", "qwen2_moe", "qwen3", "smollm3")
 """Those of them that take a dictionary of masks."""
 
 FAMILIES: dict[str, Family] = {
@@ -158,9 +191,10 @@ FAMILIES: dict[str, Family] = {
         name: Family(
             layers=_attention(f"{name}.modeling_{name}:{stem}Attention"),
             mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
-            router=f"{_MODELS}.{name}.modeling_{name}:{stem}TopKRouter",
+            router=Router(module=f"{_MODELS}.{name}.modeling_{name}:{stem}{suffix}", **what),
+            fused="harts.models.qwen3_moe:FUSED" if name == "qwen3_moe" else None,
         )
-        for name, stem in _SPARSE
+        for name, stem, suffix, what in _SPARSE
     },
     "lfm2": Family(
         layers={
@@ -175,7 +209,7 @@ FAMILIES: dict[str, Family] = {
             "Qwen3_5MoeGatedDeltaNet",
             "harts.models.qwen3_5_moe:TreeGatedDeltaNet",
         ),
-        router=f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeTopKRouter",
+        router=Router(module=f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeTopKRouter"),
         fused="harts.models.qwen3_5_moe:FUSED",
     ),
     "qwen3_next": Family(
@@ -185,14 +219,8 @@ FAMILIES: dict[str, Family] = {
             "Qwen3NextGatedDeltaNet",
             "harts.models.qwen3_next:TreeGatedDeltaNet",
         ),
-        router=f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextTopKRouter",
+        router=Router(module=f"{_MODELS}.qwen3_next.modeling_qwen3_next:Qwen3NextTopKRouter", **_NORMALIZED_BY_CONFIG),
         fused="harts.models.qwen3_next:FUSED",
-    ),
-    "qwen3_moe": Family(
-        layers=_attention("qwen3_moe.modeling_qwen3_moe:Qwen3MoeAttention"),
-        router=f"{_MODELS}.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter",
-        fused="harts.models.qwen3_moe:FUSED",
-        mask=_ready_made_mask,
     ),
 }
 """By `model_type` of the text config."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from harts.models.families import FAMILIES
+
 __all__ = ["PRESETS", "remember", "tiny_model"]
 
 _COMMON: Mapping[str, Any] = {
@@ -42,6 +44,25 @@ _EXPERTS: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
     "experts_implementation": "eager",  # the others have no fp64
+}
+
+_LOCAL_EXPERTS: Mapping[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "experts_implementation": "eager",
+}
+
+# experts of two of four groups
+_GROUPED: Mapping[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "experts_implementation": "eager",
 }
 
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -94,16 +115,51 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "tiny-mixtral": (
         "Mixtral",
-        {
-            "num_hidden_layers": 2,
-            "intermediate_size": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "experts_implementation": "eager",
-        },
+        {"num_hidden_layers": 2, **_LOCAL_EXPERTS},
     ),
     "tiny-olmoe": ("Olmoe", {"num_hidden_layers": 2, **_EXPERTS, "intermediate_size": 32, "norm_topk_prob": False}),
     "tiny-qwen2-moe": ("Qwen2Moe", {"num_hidden_layers": 2, **_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "tiny-dots1": (
+        "Dots1",
+        {"num_hidden_layers": 2, **_GROUPED, "sliding_window": None, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    ),
+    "tiny-ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "experts_implementation": "eager",
+        },
+    ),
+    "tiny-flex-olmo": (
+        "FlexOlmo",
+        {"num_hidden_layers": 2, **_EXPERTS, "intermediate_size": 32, "norm_topk_prob": False, "pad_token_id": 0},
+    ),
+    "tiny-glm4-moe": (
+        "Glm4Moe",
+        {"num_hidden_layers": 2, **_GROUPED, "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True},
+    ),
+    "tiny-granite-moe": ("GraniteMoe", {"num_hidden_layers": 2, **_LOCAL_EXPERTS, "attention_multiplier": 0.1}),
+    "tiny-granite-moe-shared": (
+        "GraniteMoeShared",
+        {"num_hidden_layers": 2, **_LOCAL_EXPERTS, "attention_multiplier": 0.1, "shared_intermediate_size": 48},
+    ),
+    "tiny-hunyuan-moe": (
+        "HunYuanMoEV1",
+        {
+            "num_hidden_layers": 2,
+            "num_experts": 8,
+            "moe_topk": 3,
+            "intermediate_size": 32,
+            "experts_implementation": "eager",
+        },
+    ),
+    "tiny-hunyuan3": ("HYV3", {"num_hidden_layers": 2, **_EXPERTS, "num_shared_experts": 1}),
+    "tiny-minimax-m2": ("MiniMaxM2", {"num_hidden_layers": 2, **_LOCAL_EXPERTS}),
+    "tiny-solar": ("SolarOpen", {"num_hidden_layers": 2, **_GROUPED, "n_shared_experts": 1}),
     "tiny-qwen3-moe": ("Qwen3Moe", {"num_hidden_layers": 2, **_EXPERTS}),
 }
 """Name -> (class stem in transformers, changes to the common config)."""
@@ -154,7 +210,12 @@ def remember(model: nn.Module) -> None:
 
 
 def _make_choosy(model: nn.Module) -> None:
-    """Scales the routers' weights so that the logits of a token spread by about one."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            parameter.data *= 8
+    """Scales the routers' weights so that the logits of a token spread by about one, and gives experts a bias."""
+    router = FAMILIES[model.config.get_text_config().model_type].router  # type: ignore[union-attr, operator]
+    if router is None:
+        return
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith((f"mlp.gate.{router.weight}", f"router.{router.weight}")):
+            tensor.data *= 8
+        if name.endswith(("e_score_correction_bias", "expert_bias")):  # of the choice
+            tensor.data += 0.2 * torch.randn_like(tensor)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harts.layout import PackedTree
+from harts.models.routers import Router
 from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.sharded import unseal
 from harts.ops.moe import (
@@ -31,6 +32,7 @@ from harts.ops.moe import (
     count_tokens,
     load_balancing_loss,
     router_logits,
+    router_scores,
     router_sums,
     router_z_loss,
 )
@@ -132,6 +134,7 @@ class Routing:
         config: what to take; None: nothing.
         rows: T. Routers that get more run dummy rows behind them, which are routed, but not counted.
         place: decoder layer -> place among the mixture-of-experts layers.
+        router: what they are.
         count: how often rows count; None without a config.
         forced_TYK: int64 [T, Y, K]: recorded experts in row order, -1 where the router chooses; None without any.
         with_grad: whether the auxiliary losses will be differentiated.
@@ -142,6 +145,7 @@ class Routing:
     config: RouterConfig | None
     rows: int
     place: Mapping[int, int]
+    router: Router
     count: TokenCount | None
     forced_TYK: Tensor | None
     with_grad: bool
@@ -150,26 +154,35 @@ class Routing:
     routes: dict[int, Tensor] = field(default_factory=dict)
 
     def route(
-        self, layer: int, router: Any, hidden: Tensor, output: tuple[Tensor, Tensor, Tensor]
+        self, layer: int, router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the router of a decoder layer gives: (logits [F, E], weights [F, K], experts [F, K])."""
+        """What the router of a decoder layer gives: (logits [F, E], weights [F, K], experts [F, K]).
+
+        Args:
+            layer: which.
+            router: its module.
+            args: of its forward; hidden states are the first.
+            output: what that gave.
+        """
         logits_FE, weight_FK, chosen_FK = output
         place = self.place[layer]
         self.ran.add(place)
         exact = self.config is not None and self.config.exact
         if exact:
-            logits_FE = router_logits(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+            logits_FE = router_logits(args[0].reshape(-1, args[0].shape[-1]), self.router.weight_of(router))
         if exact or self.forced_TYK is not None:
-            probs_FE = torch.softmax(logits_FE, dim=-1, dtype=torch.float)
-            if exact:  # a stable sort puts the lower of two equal experts first
-                chosen_FK = probs_FE.sort(dim=-1, descending=True, stable=True).indices[:, : chosen_FK.shape[1]]
+            gating = self.router.gating(router)
+            scores_FE = router_scores(logits_FE, gating.scores)
+            if exact:
+                chosen_FK = gating.choose(scores_FE, chosen_FK.shape[1], self.router.bias_of(router, args))
             if self.forced_TYK is not None:
                 forced_FK = fill_rows(self.forced_TYK[:, place], len(chosen_FK), value=-1)
                 chosen_FK = torch.where(forced_FK >= 0, forced_FK, chosen_FK)
-            weight_FK = _weigh(probs_FE, chosen_FK, router).to(weight_FK.dtype)
+            weight_FK = gating.weigh(scores_FE, chosen_FK).to(weight_FK.dtype)
         if self.config is not None and self.count is not None:
             chosen_TK = cut_rows(chosen_FK, self.rows)
-            sums = router_sums(cut_rows(logits_FE, self.rows), chosen_TK, self.count)
+            logits_TE = cut_rows(logits_FE, self.rows)
+            sums = router_sums(logits_TE, chosen_TK, self.count, scores=self.router.scores)
             self._keep(place, self.config, sums, chosen_TK)
         return logits_FE, weight_FK, chosen_FK
 
@@ -213,7 +226,13 @@ class Routing:
 
 
 def start_routing(
-    packed: PackedTree, config: RouterConfig | None, place: Mapping[int, int], *, num_experts: int, per_token: int
+    packed: PackedTree,
+    config: RouterConfig | None,
+    place: Mapping[int, int],
+    *,
+    router: Router | None,
+    num_experts: int,
+    per_token: int,
 ) -> Routing | None:
     """What one forward pass keeps for its routers; None where there is nothing to do.
 
@@ -221,6 +240,7 @@ def start_routing(
         packed: the tree. If its trajectories have recorded routes, they are forced.
         config: what to take.
         place: decoder layer -> place among the mixture-of-experts layers; empty for a dense model.
+        router: what those layers have; None for a dense model.
         num_experts, per_token: E and K.
 
     Raises:
@@ -229,7 +249,7 @@ def start_routing(
     routes_TYK = packed.tree.routes_T
     if config is None and routes_TYK is None:
         return None
-    if not place:
+    if not place or router is None:
         routed = next((each.name for each in packed.tree.trajectories if each.routes is not None), "")
         what = f"trajectory {routed}, field routes: expected none" if config is None else "router: expected None"
         raise ValueError(f"{what} for a model without mixture-of-experts layers; leave it out")
@@ -243,7 +263,7 @@ def start_routing(
         mask_N = packed.loss_mask_N if config.tokens == "trained" else None
         count = count_tokens(packed, scope=config.scope, mask_N=mask_N)
         with_grad = torch.is_grad_enabled() and bool(config.balance_coefficient or config.z_coefficient)
-    return Routing(config, packed.num_rows, place, count, forced_TYK, with_grad)
+    return Routing(config, packed.num_rows, place, router, count, forced_TYK, with_grad)
 
 
 def _check_routes(packed: PackedTree, layers: int, num_experts: int, per_token: int) -> None:
@@ -255,14 +275,6 @@ def _check_routes(packed: PackedTree, layers: int, num_experts: int, per_token: 
                 f"below {num_experts}, as the model has, got {list(routes.shape)} up to {routes.max()}; record only "
                 "the mixture-of-experts layers"
             )
-
-
-def _weigh(probs_FE: Tensor, chosen_FK: Tensor, router: Any) -> Tensor:
-    """Weights of chosen experts: their probabilities, over their sum where the model does so."""
-    weight_FK = probs_FE.gather(1, chosen_FK)
-    if getattr(router, "norm_topk_prob", True):  # Qwen3.5 always does, and has no such option
-        weight_FK = weight_FK / weight_FK.sum(-1, keepdim=True)
-    return weight_FK
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------
@@ -308,10 +320,10 @@ def _announce(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, kwargs
 
 
-def _route(router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+def _route(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
     current = _CURRENT.get()
     if current is None:
         return None
     _CURRENT.set(None)
     routing, layer = current
-    return routing.route(layer, router, args[0], output)
+    return routing.route(layer, router, args, output)

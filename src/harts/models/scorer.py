@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import ModelOutput
 
+from harts.cost import expert_sizes
 from harts.formats import check_vocabulary
 from harts.layout import PackedTree
 from harts.models.attach import Backbone, find_backbone
@@ -84,17 +85,19 @@ class Scorer:
                 parts = run_whole(self.whole, backbone.text, find_head(backbone.head), inputs, score)
         routed = None
         if routing is not None and self.router is not None:
-            routed = routing.output(backbone.config.num_experts_per_tok)
+            routed = routing.output(_experts(backbone)[1])
         return parts, routed
 
     def _start_routing(self, packed: PackedTree) -> Routing | None:
         backbone = self.backbone
+        num_experts, per_token = _experts(backbone)
         return start_routing(
             packed,
             self.router,
             moe_layers(backbone.text, backbone.family.router_class()),
-            num_experts=getattr(backbone.config, "num_experts", 0),
-            per_token=getattr(backbone.config, "num_experts_per_tok", 0),
+            router=backbone.family.router,
+            num_experts=num_experts,
+            per_token=per_token,
         )
 
     def _inputs(self, packed: PackedTree, routing: Routing | None, contexts: Contexts | None) -> dict[str, Any]:
@@ -112,6 +115,12 @@ class Scorer:
             # transformers' own balancing loss, which a sharded model would compute, takes no tree
             **({"output_router_logits": False} if getattr(backbone.config, "output_router_logits", False) else {}),
         }
+
+
+def _experts(backbone: Backbone) -> tuple[int, int]:
+    """Experts of a layer, and those of a token; 0 for a dense model."""
+    experts = None if backbone.family.router is None else expert_sizes(backbone.config)
+    return (0, 0) if experts is None else (experts.number, experts.per_token)
 
 
 def _last_hidden(decoded: Any, inputs: dict[str, Any]) -> Tensor:

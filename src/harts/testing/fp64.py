@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["all_fp64"]
 
 # Casts. Replaced rather than intercepted: recomputed activations run inside a backward, where no mode is active.
-_CASTS = ((Tensor, "to"), (Tensor, "softmax"), (torch, "softmax"), (torch.nn.functional, "softmax"))
+_CASTS = ((Tensor, "to"), (Tensor, "type"), (Tensor, "softmax"), (torch, "softmax"), (torch.nn.functional, "softmax"))
 
 
 def _to_double(value: Any) -> Any:

@@ -7,6 +7,7 @@ of how often rows count.
 
 from harts.ops.moe.counting import RouterSums, Scope, TokenCount, count_tokens, router_sums
 from harts.ops.moe.experts import run_experts
+from harts.ops.moe.gating import Gating, Scores, router_scores, routing_probabilities
 from harts.ops.moe.losses import (
     CountedTokens,
     Layers,
@@ -22,12 +23,14 @@ from harts.ops.moe.router import router_logits, router_logits_reference
 
 __all__ = [
     "CountedTokens",
+    "Gating",
     "Layers",
     "LoadPer",
     "RouterStatistics",
     "RouterStep",
     "RouterSums",
     "Scope",
+    "Scores",
     "TokenCount",
     "count_tokens",
     "load_balancing_loss",
@@ -35,7 +38,9 @@ __all__ = [
     "max_violation",
     "router_logits",
     "router_logits_reference",
+    "router_scores",
     "router_sums",
     "router_z_loss",
+    "routing_probabilities",
     "run_experts",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harts.layout import PackedTree
+from harts.ops.moe.gating import Scores, routing_probabilities
 from harts.ops.rows import RowGroups, RowIndex, gather_rows, segment_sum
 from harts.transfer import send, to_int64
 
@@ -171,13 +172,14 @@ class RouterSums:
     z_U: Tensor
 
 
-def router_sums(logits_TE: Tensor, chosen_TK: Tensor, count: TokenCount) -> RouterSums:
+def router_sums(logits_TE: Tensor, chosen_TK: Tensor, count: TokenCount, *, scores: Scores = "softmax") -> RouterSums:
     """Sums one layer's router over the tokens of each unit; gradients flow to the logits.
 
     Args:
-        logits_TE: [T, E], before the softmax. Computed with in at least fp32.
+        logits_TE: [T, E]. Computed with in at least fp32.
         chosen_TK: int64 [T, K]: the experts that ran.
         count: from `count_tokens`.
+        scores: what the router makes of its logits; sigmoids are divided by their sum over the experts.
 
     Raises:
         ValueError: shapes do not fit.
@@ -189,7 +191,7 @@ def router_sums(logits_TE: Tensor, chosen_TK: Tensor, count: TokenCount) -> Rout
             f"{list(logits_TE.shape)} and {list(chosen_TK.shape)}"
         )
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    prob_UE = count.sum_tokens(logits_TE.softmax(-1))
+    prob_UE = count.sum_tokens(routing_probabilities(logits_TE, scores))
     z_U = count.sum_tokens(logits_TE.logsumexp(-1, keepdim=True).square()).squeeze(-1)
     with torch.no_grad():
         chosen = chosen_TK.reshape(-1)
