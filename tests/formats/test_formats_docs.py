@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 def test_all_sources_have_an_example() -> None:
-    assert len(EXAMPLES) == 11
+    assert len(EXAMPLES) == 12
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

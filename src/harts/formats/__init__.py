@@ -1,8 +1,8 @@
 """Files and other people's field names to `Trajectory`.
 
 `read` takes JSON Lines or Parquet and rows in memory; `from_lists` and `from_padded` take arrays. One module a source:
-harts (our own schema), chat, claude_code, codex, vllm, sglang, verifiers, trl, verl,
-slime, atropos. docs/data.md has the schema and every mapping.
+harts (our own schema), chat, claude_code, codex, inspect_ai, vllm, sglang, verifiers, trl, verl, slime, atropos, rllm.
+docs/data.md has the schema and every mapping.
 """
 
 from harts.formats.checks import check_trainable, check_vocabulary

@@ -1,14 +1,17 @@
 """Conversations under other names than `messages`, to our chat rows.
 
 - TRL, https://huggingface.co/docs/trl/dataset_formats: `prompt` and `completion`, both texts or both messages; the
-  completion is trained. `results.jsonl` of verifiers has the same two lists
-  (https://docs.primeintellect.ai/verifiers/api_reference, GenerateOutputs) beside reward and example_id.
+  completion is trained.
+- `results.jsonl` of verifiers, PrimeIntellect-ai/verifiers, verifiers/utils/save_utils.py (state_to_output): the same
+  two lists beside reward, example_id and tool_defs; each call of a message is a string of JSON (message_utils.py,
+  sanitize_tool_calls), and a prompt without chat is messages of role "text".
 - ShareGPT, as in https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html: `conversations`
   of {from, value}, `system`, `tools`.
 - SWE-agent, https://swe-agent.com/latest/usage/trajectories/: `history`, the messages of a .traj file; a demonstration
   (`is_demo`) is context. Each message also has what the agent made of it (thought, action): not shown to the model.
 - mini-swe-agent, SWE-agent/mini-swe-agent, minisweagent/run/utils/save.py (save_traj): `messages` with `extra` and
   `timestamp`, told by `trajectory_format`; the last message, of role "exit", is the agent's own note.
+- inspect_ai: a sample of a log, see `harts.formats.inspect_ai`.
 """
 
 import json
@@ -16,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from harts.formats import inspect_ai
 from harts.formats.rows import Row
 
 __all__ = ["as_chat", "matches"]
@@ -41,6 +45,11 @@ def as_chat(row: Row) -> tuple[Row, frozenset[str]]:
         ValueError: prompt and completion of two kinds, a speaker that is not known, a call that is no JSON.
     """
     used: tuple[str, ...]
+    if inspect_ai.is_sample(row):
+        own, read = inspect_ai.chat_fields(row)
+        given = {name for name, value in row.fields.items() if value is not None}
+        shared = {name: row.fields[name] for name in ("temperature", "meta", "source") if row.get(name) is not None}
+        return replace(row, fields={**shared, **own}), frozenset(given - read - shared.keys())
     if row.get("messages") is not None:
         if not str(row.get("trajectory_format") or "").startswith("mini-swe-agent"):
             dropped = frozenset({"parallel_tool_calls"} & row.fields.keys())
@@ -51,7 +60,7 @@ def as_chat(row: Row) -> tuple[Row, frozenset[str]]:
     elif row.get("history") is not None:
         own, used = {"messages": [_swe_agent(message) for message in row.fields["history"]]}, ("history",)
     elif matches(row):
-        own, used = _pair(row), ("prompt", "completion")
+        own, used = _pair(row), ("prompt", "completion", "tool_defs")
     else:
         return row, frozenset()
     kept = {name: row.fields[name] for name in _KEPT if row.get(name) is not None}
@@ -75,13 +84,60 @@ def _pair(row: Row) -> dict[str, Any]:
         if not isinstance(value, list | tuple):
             expected = "two texts, or two lists of messages"
             raise row.error(name, f"prompt and completion as {expected}", type(value).__name__, "make them alike")
+    context = [_verifiers(row, f"prompt[{index}]", message) for index, message in enumerate(prompt)]
+    answer = [_verifiers(row, f"completion[{index}]", message) for index, message in enumerate(completion)]
+    tools = {} if row.get("tool_defs") is None else {"tools": _tool_defs(row)}
+    if context and all(isinstance(message, Mapping) and message.get("role") == "text" for message in context):
+        texts = [*({**message, "role": "user"} for message in context), *map(_spoken, answer)]
+        return {"messages": texts, "render": "raw", **tools}
     context = [
         {**message, "ignore_loss": True}
         if isinstance(message, Mapping) and message.get("role") == "assistant"
         else message
-        for message in prompt
+        for message in context
     ]
-    return {"messages": [*context, *completion]}
+    return {"messages": [*context, *answer], **tools}
+
+
+def _verifiers(row: Row, place: str, message: Any) -> Any:
+    """A message with calls as objects; blocks that repeat its reasoning are left out."""
+    if not isinstance(message, Mapping):
+        return message
+    found = dict(message)
+    if found.get("reasoning_content") is not None:
+        found.pop("thinking_blocks", None)
+    calls = found.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        found["tool_calls"] = [_parsed(row, f"{place}.tool_calls", call) for call in calls]
+    return found
+
+
+def _parsed(row: Row, place: str, call: Any) -> Any:
+    if not isinstance(call, str):
+        return call
+    try:
+        return json.loads(call)
+    except ValueError as error:
+        raise row.error(place, "calls as objects or JSON of them", str(error), "fix or drop this row") from error
+
+
+def _spoken(message: Any) -> Any:
+    own = isinstance(message, Mapping) and message.get("role") == "text"
+    return {**message, "role": "assistant"} if own else message
+
+
+def _tool_defs(row: Row) -> list[Any]:
+    """Tools as chat templates know them."""
+    known = ("name", "description", "parameters")
+    given = row.fields["tool_defs"]
+    if not isinstance(given, list | tuple) or not all(isinstance(tool, Mapping) for tool in given):
+        raise row.error("tool_defs", "a list of tools", type(given).__name__, "give a list of objects")
+    return [
+        tool
+        if "function" in tool
+        else {"type": "function", "function": {key: tool[key] for key in known if key in tool}}
+        for tool in given
+    ]
 
 
 def _sharegpt(row: Row) -> list[Any]:

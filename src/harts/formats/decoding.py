@@ -126,8 +126,8 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
     if fmt == "auto" and any(isinstance(path, str | PathLike) and str(path) == STDIN for path in paths):
         return None  # read once already
     if fmt == "auto":
-        fmt = "chat" if all(map(_is_chat, parts_of(source))) else "other"
-    return QwenDecoder() if fmt == "chat" or fmt in TOOLS else None
+        fmt = "chat" if all(_is_chat(part) for part in parts_of(source)) else "other"
+    return QwenDecoder() if fmt in ("chat", "inspect", *TOOLS) else None
 
 
 def _is_chat(part: Iterable[Row]) -> bool:

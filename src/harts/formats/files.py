@@ -1,4 +1,7 @@
-"""Files to rows, one at a time: JSON Lines, plain, gzip or Zstandard, told apart by their first bytes, and Parquet."""
+"""Files to rows, one at a time: JSON Lines, plain, gzip or Zstandard, Parquet, archives of inspect_ai.
+
+The first bytes decide which, not the name.
+"""
 
 import gzip
 import sys
@@ -10,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from harts.formats.inspect_ai import archive_rows
 from harts.formats.json_rows import json_rows
 from harts.formats.places import ENDINGS, STDIN, ending_of, files_at
 from harts.formats.rows import Row
@@ -20,7 +24,7 @@ Source = str | PathLike[str] | Iterable[Any]
 """A path, several paths (each a file, "-" for stdin, a pattern or a directory), or an iterable of
 mappings (rows in memory)."""
 
-_GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+_GZIP, _ZSTD, _PARQUET, _ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"PK\x03\x04"
 _CHUNK = 1 << 20
 
 
@@ -75,10 +79,11 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         magic = file.peek(4)[:4]
         if not magic:
             raise ValueError(f"{path}: expected at least one row, got an empty file; is this the right file?")
-        if magic == _PARQUET:
+        if magic in (_PARQUET, _ZIP):
             if str(path) == STDIN:
-                raise ValueError(f"{path}: expected JSON Lines, got Parquet; give its path, it cannot be piped")
-            yield from _parquet_rows(path)
+                got = "Parquet" if magic == _PARQUET else "an archive"
+                raise ValueError(f"{path}: expected JSON Lines, got {got}; give its path, it cannot be piped")
+            yield from _parquet_rows(path) if magic == _PARQUET else archive_rows(path)
             return
         ending = "" if str(path) == STDIN else ending_of(path)
         if ending == ".parquet":

@@ -8,7 +8,7 @@ __all__ = ["ENDINGS", "STDIN", "ending_of", "files_at"]
 
 STDIN = "-"
 ENDINGS = ("", ".jsonl", ".ndjson", ".json", ".traj")
-_IN_DIRECTORY = (*ENDINGS[1:], ".parquet")
+_IN_DIRECTORY = (*ENDINGS[1:], ".parquet", ".eval")
 
 
 def ending_of(path: Path) -> str:

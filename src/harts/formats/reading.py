@@ -11,7 +11,7 @@ from harts.formats.checks import untrained
 from harts.formats.conversations import as_chat
 from harts.formats.files import Source, parts_of
 from harts.formats.rows import Row
-from harts.formats.sessions import TOOLS, rows_of
+from harts.formats.sessions import SPREAD, rows_of
 from harts.formats.sources import MODULES, Format, format_of
 from harts.formats.template import Template, load
 from harts.formats.unused import Unused
@@ -78,8 +78,8 @@ def _all(
         reader: Callable[[Row], Iterator[Trajectory]] | None = None
         for row in rows_of(part, fmt):
             if reader is None:
-                named = "chat" if fmt in TOOLS else fmt
-                reader = _reader(format_of(row) if fmt == "auto" else named, rows, reasoning, template)
+                named = format_of(row) if fmt == "auto" or fmt in SPREAD else fmt
+                reader = _reader(named, rows, reasoning, template)
             for trajectory in reader(row):
                 if trajectory.id in places:
                     got = f"the id of {places[trajectory.id]}"

@@ -3,14 +3,15 @@
 from types import MappingProxyType
 from typing import Any, Literal
 
-from harts.formats import atropos, chat, harts, sglang, slime, trl, verifiers, verl, vllm
+from harts.formats import atropos, chat, harts, rllm, sglang, slime, trl, verifiers, verl, vllm
 from harts.formats.rows import Row
 
 __all__ = ["MODULES", "Format", "format_of"]
 
 # fmt: off
 Format = Literal[
-    "auto", "harts", "chat", "claude-code", "codex", "vllm", "sglang", "verifiers", "trl", "verl", "slime", "atropos"
+    "auto", "harts", "chat", "claude-code", "codex", "inspect",
+    "vllm", "sglang", "verifiers", "trl", "verl", "slime", "atropos", "rllm",
 ]
 # fmt: on
 
@@ -26,6 +27,7 @@ MODULES: MappingProxyType[str, Any] = MappingProxyType(
         "trl": trl,
         "verl": verl,
         "atropos": atropos,
+        "rllm": rllm,
         "chat": chat,
     }
 )
