@@ -24,5 +24,5 @@ def test_messages_say_got(path: Path) -> None:
 
 
 def test_the_search_sees_messages_and_not_documentation() -> None:
-    source = '"""A signal came."""\ndef f(x):\n    """It came."""\n    raise ValueError(f"expected 1, came {x}")\n'
-    assert [line for line, text in texts_of(ast.parse(source)) if "came" in text] == [4]
+    source = '"""A signal got."""\ndef f(x):\n    """It got."""\n    raise ValueError(f"expected 1, got {x}")\n'
+    assert [line for line, text in texts_of(ast.parse(source)) if "got" in text] == [4]

@@ -143,7 +143,7 @@ def test_fp32_head_under_autocast_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_trainer_of_trl_is_refused(stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"expected a trainer of TRL with its model, came list"):
+    with pytest.raises(TypeError, match=r"expected a trainer of TRL with its model, got list"):
         share([])
     monkeypatch.delattr(stock.model, "forward")
     with pytest.raises(TypeError, match=r"TRL's fused LM head, found a forward without its temperature"):

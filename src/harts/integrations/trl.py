@@ -86,7 +86,7 @@ def share(trainer: Trainer) -> Trainer:
     if getattr(held, _MARK, False):
         return trainer
     if not hasattr(held, "args") or not isinstance(getattr(held, "model", None), nn.Module):
-        raise TypeError(f"share: expected a trainer of TRL with its model, came {type(trainer).__name__}")
+        raise TypeError(f"share: expected a trainer of TRL with its model, got {type(trainer).__name__}")
     _check_options(held)
     for model in (held.model, getattr(held, "ref_model", None)):
         if model is not None:
@@ -157,7 +157,7 @@ def _answer(model: nn.Module, *, mixed_precision: str) -> None:
     fused = vars(inner).get("_original_forward", before)  # accelerate keeps what it wrapped
     settings = _settings(fused)
     if unknown := sorted(set(settings["outputs"]) - _FIELDS):
-        raise ValueError(f"share: expected outputs of the fused LM head among {sorted(_FIELDS)}, came {unknown[0]!r}")
+        raise ValueError(f"share: expected outputs of the fused LM head among {sorted(_FIELDS)}, got {unknown[0]!r}")
     if settings["cast_lm_head_to_fp32"] and mixed_precision != "no":
         raise ValueError(
             f"share: cast_lm_head_to_fp32 together with mixed precision ({mixed_precision}) is not supported; load "
@@ -171,7 +171,7 @@ def _answer(model: nn.Module, *, mixed_precision: str) -> None:
         if not fused_lm_head:
             return before(*args, **kwargs)
         if args:
-            raise ValueError("fused_lm_head: expected keyword arguments alone, came positional ones")
+            raise ValueError("fused_lm_head: expected keyword arguments alone, got positional ones")
         return _fused_output(model, settings, kwargs)
 
     forward.__harts_seam__ = True  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ def _fused_output(model: nn.Module, settings: dict[str, Any], inputs: dict[str, 
     scored_BL = labels_BL != -100
     scored_BL[:, 0] = False
     if not torch.equal(labels_BL[scored_BL], ids_BL[scored_BL]):
-        raise ValueError("labels: expected those of input_ids where they are not -100, came others")
+        raise ValueError("labels: expected those of input_ids where they are not -100, got others")
     with_router = bool(inputs.get("output_router_logits", getattr(backbone.config, "output_router_logits", False)))
     scores = _scores(
         model,
