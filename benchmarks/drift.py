@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import harts
 from harts.models import tiny_model
 from harts.testing.fp64 import all_fp64
-from harts.testing.workloads import remap_vocabulary
 from harts.train.batches import Batches
 from harts.trajectory import Trajectory
+from harts.vocabulary import remap_vocabulary
 
 Scores = Callable[[nn.Module, Sequence[Trajectory]], Tensor]
 

@@ -149,7 +149,7 @@ def head(packed: PackedTree) -> Iterator[dict[str, Any]]:
     hidden, weight = draw(packed.num_rows, HIDDEN), draw(VOCABULARY, HIDDEN, scale=0.02)
     head_rows = len(packed.head_row_U)
     flops = 2 * head_rows * HIDDEN * VOCABULARY
-    for impl, chunk in [("fused", 2048), ("fused", 3328), ("fused", 4096), ("fused", 6656), ("chunked", 4096)]:
+    for impl, chunk in [("triton", 2048), ("triton", 3328), ("triton", 4096), ("triton", 6656), ("chunked", 4096)]:
         if chunk > 4096 and head_rows < chunk:
             continue
         op = lambda h, w, impl=impl, chunk=chunk: row_logprobs(h, w, packed, chunk_rows=chunk, impl=impl)  # noqa: E731

@@ -22,7 +22,8 @@ from harts.models.fuse import fuse
 from harts.models.recompute import keep_activations, recompute_activations
 from harts.testing.environment import environment
 from harts.testing.shapes import build_model
-from harts.testing.workloads import remap_vocabulary, workload
+from harts.testing.workloads import workload
+from harts.vocabulary import remap_vocabulary
 
 Step = Callable[[], Tensor]
 

@@ -17,7 +17,8 @@ from harts.ops.kernels import Kernels
 from harts.testing.environment import environment
 from harts.testing.routes import route_stability
 from harts.testing.shapes import build_model
-from harts.testing.workloads import remap_vocabulary, workload
+from harts.testing.workloads import workload
+from harts.vocabulary import remap_vocabulary
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ ROOT = Path(harts.__file__).parent
 # A package may import itself and what stands in an earlier line; names in one line do not import each other.
 ORDER = [
     {"trajectory", "files", "transfer"},
-    {"tree", "formats"},
+    {"tree", "formats", "vocabulary"},
     {"chains"},
     {"blocks"},
     {"cost"},
@@ -20,12 +20,24 @@ ORDER = [
     {"ops", "slots"},
     {"mixers"},
     {"models", "losses"},
-    {"testing"},
     {"train"},
+    {"testing"},
     {"integrations", "viz"},
     {"cli"},
 ]
-WITHOUT_TORCH = ["trajectory", "files", "tree", "chains", "blocks", "cost", "flops", "plan", "formats", "explain"]
+WITHOUT_TORCH = [
+    "trajectory",
+    "vocabulary",
+    "files",
+    "tree",
+    "chains",
+    "blocks",
+    "cost",
+    "flops",
+    "plan",
+    "formats",
+    "explain",
+]
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -29,10 +29,6 @@ CASES = {
         lambda x, w, impl: fused.rms_norm(wide(x), w, eps=EPS, zero_centred=True, impl=impl),
         [draw(ROWS, 3 * 32, seed=1), draw(16, seed=2)],
     ),
-    "add_rms_norm": (
-        lambda x, r, w, impl: fused.add_rms_norm(x, r, w, eps=EPS, zero_centred=True, impl=impl),
-        [draw(ROWS, 50, seed=1), draw(ROWS, 50, seed=3), draw(50, seed=2)],
-    ),
     "gated_rms_norm": (
         lambda x, g, w, impl: fused.gated_rms_norm(x, g, w, eps=EPS, impl=impl),
         [draw(ROWS, 3, 16, seed=1), draw(ROWS, 3, 16, seed=3), draw(16, seed=2)],
@@ -41,7 +37,6 @@ CASES = {
         lambda x, g, w, impl: fused.gated_rms_norm(wide(x), wide(g), w, eps=EPS, impl=impl),
         [draw(ROWS, 3 * 32, seed=1), draw(ROWS, 3 * 32, seed=3), draw(16, seed=2)],
     ),
-    "l2_norm": (lambda x, impl: fused.l2_norm(x, impl=impl), [draw(ROWS, 2, 24, seed=1)]),
     "swiglu": (lambda g, u, impl: fused.swiglu(g, u, impl=impl), [draw(ROWS, 1100, seed=1), draw(ROWS, 1100, seed=2)]),
     "sigmoid_gate": (
         lambda x, g, impl: fused.sigmoid_gate(x, wide(g), impl=impl),

@@ -44,7 +44,7 @@ def inputs_of(packed: PackedTree, bias: bool = True) -> list[torch.Tensor | None
 def test_awkward_trees(shape: str, entropy: bool, bias: bool) -> None:
     packed = packed_of(shape)
     inputs = inputs_of(packed, bias)
-    assert_kernel_law(op(packed, "fused", entropy=entropy), op(packed, "reference", entropy=entropy), inputs)
+    assert_kernel_law(op(packed, "triton", entropy=entropy), op(packed, "reference", entropy=entropy), inputs)
 
 
 @given(tree=tree_strategy(max_trajectories=4, max_length=20))
@@ -52,7 +52,7 @@ def test_awkward_trees(shape: str, entropy: bool, bias: bool) -> None:
 def test_random_trees(tree: PrefixTree) -> None:
     packed = pack(tree, device=DEVICE)
     if len(packed.token_M):
-        assert_kernel_law(op(packed, "fused"), op(packed, "reference"), inputs_of(packed))
+        assert_kernel_law(op(packed, "triton"), op(packed, "reference"), inputs_of(packed))
 
 
 def test_vocabulary_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_vocabulary_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fused, "_BLOCK_V", 16)
     packed = packed_of("one-token branches")
-    assert_kernel_law(op(packed, "fused"), op(packed, "reference"), inputs_of(packed))
+    assert_kernel_law(op(packed, "triton"), op(packed, "reference"), inputs_of(packed))
 
 
 def test_siblings_of_one_token_add_up() -> None:
@@ -69,7 +69,7 @@ def test_siblings_of_one_token_add_up() -> None:
     packed = pack(PrefixTree.build(trajectories), device=DEVICE)
     assert len(packed.token_M) == 2
     assert len(packed.head_row_U) == 1
-    assert_kernel_law(op(packed, "fused"), op(packed, "reference"), inputs_of(packed))
+    assert_kernel_law(op(packed, "triton"), op(packed, "reference"), inputs_of(packed))
 
 
 def test_bits_equal_those_of_separate_rows_and_of_another_run() -> None:
@@ -78,7 +78,7 @@ def test_bits_equal_those_of_separate_rows_and_of_another_run() -> None:
     for share in ("tree", "none"):
         packed = packed_of("one-token branches", share)
         hidden = table[packed.position_T * 64 + packed.token_ids_T]
-        fused = op(packed, "fused", chunk_rows=32)
+        fused = op(packed, "triton", chunk_rows=32)
         logprobs_M, entropy_M = run(fused, [hidden, weight, None], torch.bfloat16)[:2]
         values = torch.cat([torch.stack([logprobs_M, entropy_M], 1), torch.zeros(1, 2, device=DEVICE)])
         outputs.append(values[packed.target_of_N])
@@ -101,8 +101,8 @@ def test_bad_input_is_refused() -> None:
     packed = packed_of("star")
     hidden, weight, _ = inputs_of(packed)
     with pytest.raises(ValueError, match="expected weight of one dtype"):
-        row_logprobs(hidden, weight.double(), packed, impl="fused")
+        row_logprobs(hidden, weight.double(), packed, impl="triton")
     with pytest.raises(ValueError, match="choose impl='chunked'"):
-        row_logprobs(hidden.double(), weight.double(), packed, impl="fused")
+        row_logprobs(hidden.double(), weight.double(), packed, impl="triton")
     with pytest.raises(ValueError, match="expected targets below 9"):
         row_logprobs(hidden, weight[:9], packed, impl="chunked")

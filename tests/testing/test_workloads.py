@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from harts.testing.trees import AWKWARD
-from harts.testing.workloads import WORKLOADS, remap_vocabulary, shrink, workload
+from harts.testing.workloads import WORKLOADS, shrink, workload
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
+from harts.vocabulary import remap_vocabulary
 
 SYNTHETIC = [name for name, about in WORKLOADS.items() if not about.files]
 REAL = [name for name, about in WORKLOADS.items() if about.files]

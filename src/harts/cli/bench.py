@@ -27,10 +27,11 @@ from harts.testing.environment import environment, profiled
 from harts.testing.gradients import gradient_errors
 from harts.testing.measure import measure
 from harts.testing.shapes import SHAPES, build_model
-from harts.testing.workloads import remap_vocabulary, shrink, workload
+from harts.testing.workloads import shrink, workload
 from harts.train.batches import data_hash
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
+from harts.vocabulary import remap_vocabulary
 
 __all__ = ["bench"]
 

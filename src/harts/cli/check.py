@@ -15,8 +15,9 @@ from harts.models import attach
 from harts.testing.compare import Comparison, compare
 from harts.testing.routes import RouteStability, has_routers, route_stability
 from harts.testing.trees import AWKWARD, random_trajectories
-from harts.testing.workloads import MissingData, remap_vocabulary, workload
+from harts.testing.workloads import MissingData, workload
 from harts.trajectory import Trajectory
+from harts.vocabulary import remap_vocabulary
 
 __all__ = ["check"]
 

@@ -1,17 +1,17 @@
 """How an op picks its implementation: by name, and never another one than was named."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import Tensor
 
 __all__ = ["check_context", "choose"]
 
-F = TypeVar("F", bound=Callable[..., object])
+F = TypeVar("F")
 
 
 def choose(op: str, impl: str, implementations: Mapping[str, F]) -> F:
-    """The implementation called `impl`.
+    """What `impl` names, one of the implementations of an op.
 
     Raises:
         ValueError: there is none of that name; the message lists those there are.

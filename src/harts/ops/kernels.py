@@ -59,7 +59,7 @@ class Kernels:
             gated_delta_rule="triton",
             causal_conv1d="triton",
             attention=default_impl(),
-            row_logprobs="fused",
+            row_logprobs="triton",
             chunk_rows=4096,
             deterministic=deterministic,
             min_rows=_ROW_FLOOR,

@@ -1,6 +1,6 @@
-"""Real rows for the workloads: finds their files, takes whole groups, shortens, renumbers token ids.
+"""Real rows for the workloads: finds their files, takes whole groups, shortens.
 
-Shape suffixes: T rows of the prefix tree, R runs, V distinct token ids.
+Shape suffixes: T rows of the prefix tree, R runs.
 """
 
 import dataclasses
@@ -10,13 +10,12 @@ from os import PathLike
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from harts.formats import iter_trajectories
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
-__all__ = ["MissingData", "read_real", "remap_vocabulary", "shrink"]
+__all__ = ["MissingData", "read_real", "shrink"]
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "ref_logprobs", "advantages", "merge_keys", "routes")
@@ -108,22 +107,3 @@ def shrink(trajectories: Sequence[Trajectory], scale: float) -> list[Trajectory]
         cut = {name: value[keep] for name, value in values.items() if value is not None}
         shorter.append(dataclasses.replace(trajectory, **cut))
     return shorter
-
-
-def remap_vocabulary(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], NDArray[np.int32]]:
-    """Renumbers token ids to 0, 1, ... in the order of the ids that occur.
-
-    A model made for the remapped rows has no larger head than they need.
-
-    Args:
-        trajectories: at least one.
-
-    Returns:
-        The same trajectories with new ids, and int32 [V]: the old id of each new one.
-    """
-    if len(trajectories) == 0:
-        raise ValueError("trajectories: expected at least one, got none")
-    old_V, new_N = np.unique(np.concatenate([each.token_ids for each in trajectories]), return_inverse=True)
-    parts = np.split(new_N.astype(np.int32), np.cumsum([len(each) for each in trajectories])[:-1])
-    remapped = [dataclasses.replace(each, token_ids=ids) for each, ids in zip(trajectories, parts, strict=True)]
-    return remapped, old_V

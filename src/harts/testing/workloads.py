@@ -1,7 +1,7 @@
 """The workloads that HARTS is checked and timed on, by name: synthetic ones, seeded, and real ones from files.
 
     trajectories = workload("think", scale=0.1, turns=5)
-    trajectories, token_ids = remap_vocabulary(workload("tau", groups=2))
+    trajectories, token_ids = harts.vocabulary.remap_vocabulary(workload("tau", groups=2))
 
 Everything is a pure function of its arguments and of the files. In synthetic workloads siblings differ in their first
 token, so that nothing merges by chance.
@@ -15,10 +15,10 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.testing.real_rows import MissingData, read_real, remap_vocabulary, shrink
+from harts.testing.real_rows import MissingData, read_real, shrink
 from harts.trajectory import Trajectory
 
-__all__ = ["WORKLOADS", "MissingData", "Workload", "remap_vocabulary", "shrink", "workload"]
+__all__ = ["WORKLOADS", "MissingData", "Workload", "shrink", "workload"]
 
 Tokens = NDArray[np.int32]
 Piece = tuple[Tokens, bool]
@@ -60,7 +60,7 @@ def workload(
         seed: of the synthetic workloads.
         data_dir: where the files of the real workloads are. None looks into the directory that the environment
             variable HARTS_DATA names, `../shared/data` beside a checkout of HARTS and, for `tau`, its `examples/data`.
-        vocab_size: synthetic token ids are in [0, vocab_size). Real rows have their own, see `remap_vocabulary`.
+        vocab_size: synthetic token ids are in [0, vocab_size). Real rows have their own, see `harts.vocabulary`.
         sizes: see `WORKLOADS[name].sizes`: `turns=5` say.
 
     Raises:

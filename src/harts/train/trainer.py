@@ -18,7 +18,6 @@ from harts.models import PRESETS, default_kernels
 from harts.models.device import to_device
 from harts.models.recompute import check_kept
 from harts.ops.moe import RouterStep, max_violation
-from harts.testing.workloads import remap_vocabulary
 from harts.train.batches import Batches, data_hash
 from harts.train.build import make_cost_model, make_model, make_optimizer
 from harts.train.checkpoint import CheckpointInfo, latest_checkpoint, load_checkpoint, read_info, save_checkpoint
@@ -33,6 +32,7 @@ from harts.train.planning import StepPlanner
 from harts.train.resume import check_settings, find_checkpoint
 from harts.train.signals import signals_as_flag
 from harts.train.step import Accumulated, StepPlan, accumulate, count_routes, score, update
+from harts.vocabulary import remap_vocabulary
 
 __all__ = ["Interrupted", "Trainer"]
 

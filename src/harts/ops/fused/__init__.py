@@ -7,18 +7,21 @@ dimension is contiguous, such as halves of a projection's output.
 Shape suffixes: X any leading dimensions, D channels, T rows, H heads, R rotated channels of a head.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from harts.ops.dispatch import choose
-from harts.ops.fused import reference
+from harts.ops.fused.reference import (
+    gated_rms_norm_reference,
+    rms_norm_reference,
+    rotary_reference,
+    sigmoid_gate_reference,
+    swiglu_halves_reference,
+    swiglu_reference,
+)
 from harts.ops.requirements import check_tensors, require_triton
 
 __all__ = [
-    "add_rms_norm",
     "gated_rms_norm",
-    "l2_norm",
     "rms_norm",
     "rotary",
     "sigmoid_gate",
@@ -45,35 +48,31 @@ def rms_norm(x_XD: Tensor, weight_D: Tensor, *, eps: float, zero_centred: bool =
         ImportError: `"triton"` without Triton.
     """
     _check("rms_norm", x_XD, weight=weight_D)
-    run = _choose("rms_norm", impl, x_XD)
-    return run(x_XD, weight_D, eps, zero_centred)  # type: ignore[no-any-return]
+    if _takes_triton("rms_norm", impl, x_XD):
+        from harts.ops.fused.norms import rms_norm_triton
 
-
-def add_rms_norm(
-    x_XD: Tensor, residual_XD: Tensor, weight_D: Tensor, *, eps: float, zero_centred: bool = False, impl: str
-) -> tuple[Tensor, Tensor]:
-    """The pair (`rms_norm` of the sum, the sum), where the sum is x + residual in their dtype; see `rms_norm`."""
-    _check("add_rms_norm", x_XD, residual=residual_XD, weight=weight_D)
-    run = _choose("add_rms_norm", impl, x_XD)
-    return run(x_XD, residual_XD, weight_D, eps, zero_centred)  # type: ignore[no-any-return]
+        return rms_norm_triton(x_XD, weight_D, eps, zero_centred)
+    return rms_norm_reference(x_XD, weight_D, eps, zero_centred)
 
 
 def gated_rms_norm(x_XD: Tensor, gate_XD: Tensor, weight_D: Tensor, *, eps: float, impl: str) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * silu(gate); see `rms_norm`."""
     _check("gated_rms_norm", x_XD, gate=gate_XD, weight=weight_D)
-    return _choose("gated_rms_norm", impl, x_XD)(x_XD, gate_XD, weight_D, eps)  # type: ignore[no-any-return]
+    if _takes_triton("gated_rms_norm", impl, x_XD):
+        from harts.ops.fused.norms import gated_rms_norm_triton
 
-
-def l2_norm(x_XD: Tensor, *, eps: float = 1e-6, impl: str) -> Tensor:
-    """x / sqrt(sum(x^2) + eps); see `rms_norm`."""
-    _check("l2_norm", x_XD)
-    return _choose("l2_norm", impl, x_XD)(x_XD, eps)  # type: ignore[no-any-return]
+        return gated_rms_norm_triton(x_XD, gate_XD, weight_D, eps)
+    return gated_rms_norm_reference(x_XD, gate_XD, weight_D, eps)
 
 
 def swiglu(gate_XD: Tensor, up_XD: Tensor, *, impl: str) -> Tensor:
     """silu(gate) * up; see `rms_norm` for `impl` and errors."""
     _check("swiglu", gate_XD, up=up_XD)
-    return _choose("swiglu", impl, gate_XD)(gate_XD, up_XD)  # type: ignore[no-any-return]
+    if _takes_triton("swiglu", impl, gate_XD):
+        from harts.ops.fused.pointwise import swiglu_triton
+
+        return swiglu_triton(gate_XD, up_XD)
+    return swiglu_reference(gate_XD, up_XD)
 
 
 def swiglu_halves(gate_up_X2D: Tensor, *, impl: str) -> Tensor:
@@ -81,13 +80,21 @@ def swiglu_halves(gate_up_X2D: Tensor, *, impl: str) -> Tensor:
     if gate_up_X2D.shape[-1] % 2:
         raise ValueError(f"swiglu_halves: expected an even number of channels, got {list(gate_up_X2D.shape)}")
     _check("swiglu_halves", gate_up_X2D)
-    return _choose("swiglu_halves", impl, gate_up_X2D)(gate_up_X2D)  # type: ignore[no-any-return]
+    if _takes_triton("swiglu_halves", impl, gate_up_X2D):
+        from harts.ops.fused.pointwise import swiglu_halves_triton
+
+        return swiglu_halves_triton(gate_up_X2D)
+    return swiglu_halves_reference(gate_up_X2D)
 
 
 def sigmoid_gate(x_XD: Tensor, gate_XD: Tensor, *, impl: str) -> Tensor:
     """x * sigmoid(gate), the output gate of Qwen3.5's attention; see `rms_norm` for `impl` and errors."""
     _check("sigmoid_gate", x_XD, gate=gate_XD)
-    return _choose("sigmoid_gate", impl, x_XD)(x_XD, gate_XD)  # type: ignore[no-any-return]
+    if _takes_triton("sigmoid_gate", impl, x_XD):
+        from harts.ops.fused.pointwise import sigmoid_gate_triton
+
+        return sigmoid_gate_triton(x_XD, gate_XD)
+    return sigmoid_gate_reference(x_XD, gate_XD)
 
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tensor:
@@ -114,7 +121,11 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
     if rotated % 2 or rotated > x_THD.shape[-1]:
         raise ValueError(f"rotary: expected R even and at most {x_THD.shape[-1]}, got {rotated}")
     check_tensors("rotary", x=x_THD, cos=cos_TR, sin=sin_TR)
-    return _choose("rotary", impl, x_THD)(x_THD, cos_TR, sin_TR)  # type: ignore[no-any-return]
+    if _takes_triton("rotary", impl, x_THD):
+        from harts.ops.fused.pointwise import rotary_triton
+
+        return rotary_triton(x_THD, cos_TR, sin_TR)
+    return rotary_reference(x_THD, cos_TR, sin_TR)
 
 
 def _check(op: str, x_XD: Tensor, **others: Tensor) -> None:
@@ -125,11 +136,9 @@ def _check(op: str, x_XD: Tensor, **others: Tensor) -> None:
     check_tensors(op, x=x_XD, **others)
 
 
-def _choose(op: str, impl: str, x_XD: Tensor) -> Any:
-    choose(op, impl, {"reference": len, "triton": len})
-    if impl == "reference":
-        return getattr(reference, f"{op}_reference")
-    require_triton(op, x_XD.device)
-    from harts.ops.fused import norms, pointwise
-
-    return getattr(norms if "norm" in op else pointwise, f"{op}_triton")
+def _takes_triton(op: str, impl: str, x_XD: Tensor) -> bool:
+    """Whether `impl` names the kernel rather than the reference."""
+    takes = choose(op, impl, {"reference": False, "triton": True})
+    if takes:
+        require_triton(op, x_XD.device)
+    return takes

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Norms over the last dimension in Triton, with gate, residual sum and weight as options of one pair of kernels.
+"""Norms over the last dimension in Triton, with or without a gate, in one pair of kernels.
 
 A program holds whole rows. The backward computes the norm again from its input; a program walks through a strip of
 rows and sums the weight's gradient on the way, and the strips' sums are added by one reduction.
@@ -7,7 +7,6 @@ rows and sums the weight's gradient on the way, and the strips' sums are added b
 Shape suffixes: X any leading dimensions, D channels, S strips.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from harts.ops.fused.views import Rows
 
-__all__ = ["add_rms_norm_triton", "gated_rms_norm_triton", "l2_norm_triton", "rms_norm_triton"]
+__all__ = ["gated_rms_norm_triton", "rms_norm_triton"]
 
 _STRIPS = 1056
 """Most partial sums of a weight's gradient; a function of the number of rows, so the order of additions is fixed."""
@@ -26,93 +25,44 @@ _STRIPS = 1056
 _LARGEST = 16_384
 
 
-@dataclass(frozen=True)
-class _Norm:
-    """Which norm: the options of the kernels.
-
-    Attributes:
-        eps: added to the mean (or sum) of squares.
-        mean: mean of squares, else their sum.
-        shift: added to the weight.
-    """
-
-    eps: float
-    mean: bool = True
-    shift: float = 0.0
-
-
 def rms_norm_triton(x_XD: Tensor, weight_D: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """See `harts.ops.fused.rms_norm`."""
-    return _RowNorm.apply(x_XD, None, None, weight_D, _Norm(eps, shift=float(zero_centred)))[0]  # type: ignore[no-any-return]
-
-
-def add_rms_norm_triton(
-    x_XD: Tensor, residual_XD: Tensor, weight_D: Tensor, eps: float, zero_centred: bool
-) -> tuple[Tensor, Tensor]:
-    """See `harts.ops.fused.add_rms_norm`."""
-    return _RowNorm.apply(x_XD, residual_XD, None, weight_D, _Norm(eps, shift=float(zero_centred)))  # type: ignore[no-any-return]
+    return _RowNorm.apply(x_XD, None, weight_D, eps, float(zero_centred))  # type: ignore[no-any-return]
 
 
 def gated_rms_norm_triton(x_XD: Tensor, gate_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """See `harts.ops.fused.gated_rms_norm`."""
-    return _RowNorm.apply(x_XD, None, gate_XD, weight_D, _Norm(eps))[0]  # type: ignore[no-any-return]
-
-
-def l2_norm_triton(x_XD: Tensor, eps: float) -> Tensor:
-    """See `harts.ops.fused.l2_norm`."""
-    return _RowNorm.apply(x_XD, None, None, None, _Norm(eps, mean=False))[0]  # type: ignore[no-any-return]
+    return _RowNorm.apply(x_XD, gate_XD, weight_D, eps, 0.0)  # type: ignore[no-any-return]
 
 
 class _RowNorm(torch.autograd.Function):
-    """Keeps its input (the sum, where there is a residual), the gate and the weight."""
+    """Keeps its input, the gate and the weight, to which `shift` is added."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_XD: Tensor,
-        residual_XD: Tensor | None,
-        gate_XD: Tensor | None,
-        weight_D: Tensor | None,
-        norm: _Norm,
-    ) -> tuple[Tensor, Tensor | None]:
-        x = Rows.of(x_XD)
+    def forward(ctx: Any, x_XD: Tensor, gate_XD: Tensor | None, weight_D: Tensor, eps: float, shift: float) -> Tensor:
+        x, gate = Rows.of(x_XD), _optional(gate_XD)
         y_XD = torch.empty(x_XD.shape, dtype=x_XD.dtype, device=x_XD.device)
-        sum_XD = None if residual_XD is None else torch.empty_like(y_XD)
-        residual, gate = _optional(residual_XD), _optional(gate_XD)
-        constants = _constants(x_XD, weight_D, gate_XD, norm)
+        constants = _constants(x_XD, gate_XD, shift)
         if x.count:
             _forward[(triton.cdiv(x.count, constants["BLOCK_X"]),)](
-                x.tensor,
-                *x.strides,
-                *_pass(residual),
-                *_pass(gate),
-                weight_D,
-                y_XD,
-                sum_XD,
-                x.count,
-                x_XD.shape[-1],
-                norm.eps,
-                ADD=residual is not None,
-                **constants,
+                x.tensor, *x.strides, *_pass(gate), weight_D, y_XD, x.count, x_XD.shape[-1], eps, **constants
             )
-        ctx.save_for_backward(x.tensor if sum_XD is None else sum_XD, gate_XD, weight_D)
-        ctx.norm, ctx.add = norm, residual is not None
-        return y_XD, sum_XD
+        ctx.save_for_backward(x.tensor, gate_XD, weight_D)
+        ctx.eps, ctx.shift = eps, shift
+        return y_XD
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_XD: Tensor, grad_sum_XD: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor | None, ...]:
         x_XD, gate_XD, weight_D = ctx.saved_tensors
         size = x_XD.shape[-1]
         x, grad, gate = Rows.of(x_XD), Rows.of(grad_XD), _optional(gate_XD)
-        constants = _constants(x_XD, weight_D, gate_XD, ctx.norm)
+        constants = _constants(x_XD, gate_XD, ctx.shift)
         grad_x_XD = torch.empty(x_XD.shape, dtype=x_XD.dtype, device=x_XD.device)
         grad_gate_XD = None if gate is None else torch.empty_like(grad_x_XD)
         strips = max(1, min(_STRIPS, triton.cdiv(x.count, constants["BLOCK_X"])))
         sum_dtype = torch.promote_types(x_XD.dtype, torch.float32)
-        partial_SD = None
-        if weight_D is not None:
-            partial_SD = torch.zeros(strips, size, dtype=sum_dtype, device=x_XD.device)
+        partial_SD = torch.zeros(strips, size, dtype=sum_dtype, device=x_XD.device)
         if x.count:
             _backward[(strips,)](
                 x.tensor,
@@ -121,19 +71,16 @@ class _RowNorm(torch.autograd.Function):
                 *grad.strides,
                 *_pass(gate),
                 weight_D,
-                None if grad_sum_XD is None else grad_sum_XD.contiguous(),
                 grad_x_XD,
                 grad_gate_XD,
                 partial_SD,
                 x.count,
                 size,
-                ctx.norm.eps,
+                ctx.eps,
                 triton.cdiv(x.count, strips),
-                ADD=ctx.add and grad_sum_XD is not None,
                 **constants,
             )
-        grad_weight_D = None if partial_SD is None else partial_SD.sum(0).to(weight_D.dtype)
-        return grad_x_XD, grad_x_XD if ctx.add else None, grad_gate_XD, grad_weight_D, None
+        return grad_x_XD, grad_gate_XD, partial_SD.sum(0).to(weight_D.dtype), None, None
 
 
 def _optional(x_XD: Tensor | None) -> Rows | None:
@@ -144,16 +91,14 @@ def _pass(rows: Rows | None) -> tuple[Any, ...]:
     return (None, 1, 0, 0) if rows is None else (rows.tensor, *rows.strides)
 
 
-def _constants(x_XD: Tensor, weight_D: Tensor | None, gate_XD: Tensor | None, norm: _Norm) -> dict[str, Any]:
+def _constants(x_XD: Tensor, gate_XD: Tensor | None, shift: float) -> dict[str, Any]:
     size = x_XD.shape[-1]
     if size > _LARGEST:
         raise ValueError(f"norm: impl='triton' expected at most {_LARGEST} channels, got {size}; use 'reference'")
     block = triton.next_power_of_2(size)
     return {
-        "WEIGHT": weight_D is not None,
-        "SHIFT": norm.shift,
+        "SHIFT": shift,
         "GATE": gate_XD is not None,
-        "MEAN": norm.mean,
         "SUM": tl.float64 if x_XD.dtype == torch.float64 else tl.float32,
         "BLOCK_X": max(1, 2048 // block),
         "BLOCK_D": block,
@@ -169,11 +114,8 @@ def _places(row, column, inner, outer_stride, inner_stride):
 
 
 @triton.jit
-def _scale(x, size, eps, MEAN: tl.constexpr):
-    squares = tl.sum(x * x, 1)
-    if MEAN:
-        squares = squares / size
-    return (1.0 / tl.sqrt(squares + eps))[:, None]
+def _scale(x, size, eps):
+    return (1.0 / tl.sqrt(tl.sum(x * x, 1) / size + eps))[:, None]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -182,25 +124,17 @@ def _forward(
     x_inner,
     x_outer_stride,
     x_inner_stride,
-    residual_ptr,
-    residual_inner,
-    residual_outer_stride,
-    residual_inner_stride,
     gate_ptr,
     gate_inner,
     gate_outer_stride,
     gate_inner_stride,
     weight_ptr,
     y_ptr,
-    sum_ptr,
     rows,
     size,
     eps,
-    ADD: tl.constexpr,
-    WEIGHT: tl.constexpr,
     SHIFT: tl.constexpr,
     GATE: tl.constexpr,
-    MEAN: tl.constexpr,
     SUM: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -211,15 +145,8 @@ def _forward(
     place = row[:, None] * size + column[None, :]
     x = tl.load(x_ptr + _places(row, column, x_inner, x_outer_stride, x_inner_stride), mask=inside, other=0.0)
     x = x.to(SUM)
-    if ADD:
-        from_ptr = residual_ptr + _places(row, column, residual_inner, residual_outer_stride, residual_inner_stride)
-        x += tl.load(from_ptr, mask=inside, other=0.0).to(SUM)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + place, rounded, mask=inside)
-        x = rounded.to(SUM)
-    y = x * _scale(x, size, eps, MEAN)
-    if WEIGHT:
-        y *= (tl.load(weight_ptr + column, mask=column < size, other=0.0).to(SUM) + SHIFT)[None, :]
+    y = x * _scale(x, size, eps)
+    y *= (tl.load(weight_ptr + column, mask=column < size, other=0.0).to(SUM) + SHIFT)[None, :]
     if GATE:
         from_ptr = gate_ptr + _places(row, column, gate_inner, gate_outer_stride, gate_inner_stride)
         gate = tl.load(from_ptr, mask=inside, other=0.0).to(SUM)
@@ -242,7 +169,6 @@ def _backward(
     gate_outer_stride,
     gate_inner_stride,
     weight_ptr,
-    grad_sum_ptr,
     grad_x_ptr,
     grad_gate_ptr,
     partial_ptr,
@@ -250,22 +176,18 @@ def _backward(
     size,
     eps,
     strip_rows,
-    ADD: tl.constexpr,
-    WEIGHT: tl.constexpr,
     SHIFT: tl.constexpr,
     GATE: tl.constexpr,
-    MEAN: tl.constexpr,
     SUM: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """With n = x / norm, f the factor behind it and h = grad f: dx = (h - n sum(h n) [/ D]) / norm."""
+    """With n = x / norm, f the factor behind it and h = grad f: dx = (h - n sum(h n) / D) / norm."""
     strip = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     stop = tl.minimum((strip + 1) * strip_rows, rows)
-    if WEIGHT:
-        weight = (tl.load(weight_ptr + column, mask=column < size, other=0.0).to(SUM) + SHIFT)[None, :]
-        total = tl.zeros([BLOCK_D], SUM)
+    weight = (tl.load(weight_ptr + column, mask=column < size, other=0.0).to(SUM) + SHIFT)[None, :]
+    total = tl.zeros([BLOCK_D], SUM)
     for first in tl.range(strip * strip_rows, stop, BLOCK_X, num_stages=3):  # loads run ahead
         row = first + tl.arange(0, BLOCK_X)
         inside = (row < stop)[:, None] & (column < size)[None, :]
@@ -273,26 +195,19 @@ def _backward(
         x = tl.load(x_ptr + _places(row, column, x_inner, x_outer_stride, x_inner_stride), mask=inside, other=0.0)
         from_ptr = grad_ptr + _places(row, column, grad_inner, grad_outer_stride, grad_inner_stride)
         grad = tl.load(from_ptr, mask=inside, other=0.0).to(SUM)
-        scale = _scale(x.to(SUM), size, eps, MEAN)
+        scale = _scale(x.to(SUM), size, eps)
         normed = x.to(SUM) * scale
         if GATE:
             from_ptr = gate_ptr + _places(row, column, gate_inner, gate_outer_stride, gate_inner_stride)
             gate = tl.load(from_ptr, mask=inside, other=0.0).to(SUM)
             half = 1.0 / (1.0 + tl.exp(-gate))
             grad_gate = grad * normed * half * (1.0 + gate * (1.0 - half))
-            if WEIGHT:
-                grad_gate *= weight
+            grad_gate *= weight
             tl.store(grad_gate_ptr + place, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=inside)
             grad *= gate * half
-        if WEIGHT:
-            total += tl.sum(grad * normed, 0)
-            grad *= weight
-        along = tl.sum(grad * normed, 1)
-        if MEAN:
-            along = along / size
+        total += tl.sum(grad * normed, 0)
+        grad *= weight
+        along = tl.sum(grad * normed, 1) / size
         grad_x = (grad - normed * along[:, None]) * scale
-        if ADD:
-            grad_x += tl.load(grad_sum_ptr + place, mask=inside, other=0.0).to(SUM)
         tl.store(grad_x_ptr + place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
-    if WEIGHT:
-        tl.store(partial_ptr + strip * size + column, total, mask=column < size)
+    tl.store(partial_ptr + strip * size + column, total, mask=column < size)

@@ -8,9 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 __all__ = [
-    "add_rms_norm_reference",
     "gated_rms_norm_reference",
-    "l2_norm_reference",
     "rms_norm_reference",
     "rotary_reference",
     "sigmoid_gate_reference",
@@ -27,24 +25,10 @@ def rms_norm_reference(x_XD: Tensor, weight_D: Tensor, eps: float, zero_centred:
     return weight_D * normed_XD.to(x_XD.dtype)
 
 
-def add_rms_norm_reference(
-    x_XD: Tensor, residual_XD: Tensor, weight_D: Tensor, eps: float, zero_centred: bool
-) -> tuple[Tensor, Tensor]:
-    """A decoder layer's residual sum, then its norm."""
-    sum_XD = residual_XD + x_XD
-    return rms_norm_reference(sum_XD, weight_D, eps, zero_centred), sum_XD
-
-
 def gated_rms_norm_reference(x_XD: Tensor, gate_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Qwen3_5RMSNormGated."""
     normed_XD = weight_D * _normed(x_XD, eps).to(x_XD.dtype)
     return (normed_XD * silu(_wide(gate_XD))).to(x_XD.dtype)
-
-
-def l2_norm_reference(x_XD: Tensor, eps: float) -> Tensor:
-    """The normalisation of q and k before the gated delta rule, in fp32."""
-    wide_XD = _wide(x_XD)
-    return (wide_XD * torch.rsqrt((wide_XD * wide_XD).sum(-1, keepdim=True) + eps)).to(x_XD.dtype)
 
 
 def swiglu_reference(gate_XD: Tensor, up_XD: Tensor) -> Tensor:

@@ -14,16 +14,16 @@ from harts.ops.rows import gather_rows
 __all__ = ["row_logprobs", "top_tokens"]
 
 
-def _fused(
+def _run_triton(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, packed: PackedTree, entropy: bool, chunk_rows: int
 ) -> tuple[Tensor, Tensor | None]:
-    require_triton("row_logprobs", hidden_TD.device, impl="fused", other="chunked")
-    from harts.ops.logprobs.triton import row_logprobs_fused
+    require_triton("row_logprobs", hidden_TD.device, other="chunked")
+    from harts.ops.logprobs.triton import row_logprobs_triton
 
-    return row_logprobs_fused(hidden_TD, weight_VD, bias_V, packed, entropy, chunk_rows)
+    return row_logprobs_triton(hidden_TD, weight_VD, bias_V, packed, entropy, chunk_rows)
 
 
-_IMPLEMENTATIONS = {"chunked": row_logprobs_chunked, "fused": _fused, "reference": row_logprobs_reference}
+_IMPLEMENTATIONS = {"chunked": row_logprobs_chunked, "triton": _run_triton, "reference": row_logprobs_reference}
 
 
 def row_logprobs(
@@ -47,9 +47,9 @@ def row_logprobs(
         bias_V: [V] or None.
         entropy: whether to return entropies, differentiable too.
         chunk_rows: logit rows that exist at once, >= 1.
-        impl: `"chunked"`: any device, in the dtype of hidden but at least fp32 behind the product. `"fused"`: CUDA, the
-            same in one kernel each way, adding in a fixed order; a row's bits do not depend on the rows beside it. Its
-            chunks are best a few thousand rows. `"reference"`: all logits at once.
+        impl: `"chunked"`: any device, in the dtype of hidden but at least fp32 behind the product. `"triton"`: CUDA,
+            the same in one kernel each way, adding in a fixed order; a row's bits do not depend on the rows beside it.
+            Its chunks are best a few thousand rows. `"reference"`: all logits at once.
 
     Returns:
         logprobs_M: [M], nats, fp32 or fp64.
@@ -57,8 +57,8 @@ def row_logprobs(
 
     Raises:
         ValueError: shapes do not fit, a target outside the vocabulary, `chunk_rows` < 1, an unknown `impl`, or, for
-            `"fused"`, mixed dtypes, fp64, or another device than CUDA.
-        ImportError: `"fused"` without Triton.
+            `"triton"`, mixed dtypes, fp64, or another device than CUDA.
+        ImportError: `"triton"` without Triton.
     """
     if hidden_TD.shape[0] != packed.num_rows or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(

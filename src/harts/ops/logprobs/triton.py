@@ -22,7 +22,7 @@ from harts.ops.logprobs.indices import head_rows, heads_of_targets
 from harts.ops.requirements import check_tensors
 from harts.ops.rows import RowGroups, gather_rows
 
-__all__ = ["row_logprobs_fused"]
+__all__ = ["row_logprobs_triton"]
 
 _FILL = 1024
 """The last chunk is filled up to a multiple of this many rows (or of the chunk's, if those are fewer)."""
@@ -30,13 +30,13 @@ _FILL = 1024
 _BLOCK_V = 4096
 
 
-def row_logprobs_fused(
+def row_logprobs_triton(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, packed: PackedTree, entropy: bool, chunk_rows: int
 ) -> tuple[Tensor, Tensor | None]:
     """See `harts.ops.row_logprobs`; entropies are per head row here, [U]."""
     check_tensors("row_logprobs", hidden=hidden_TD, weight=weight_VD, bias=bias_V)
     if hidden_TD.dtype == torch.float64:
-        raise ValueError("row_logprobs: impl='fused' expected fp16, bf16 or fp32, got float64; choose impl='chunked'")
+        raise ValueError("row_logprobs: impl='triton' expected fp16, bf16 or fp32, got float64; choose impl='chunked'")
     hidden_UD = gather_rows(hidden_TD, packed.layout(head_rows), impl="triton")
     targets = packed.layout(heads_of_targets).groups
     cooling_U = packed.temperature_U.reciprocal().float()

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from harts.ops.dispatch import choose
 from harts.ops.requirements import require_triton
+from harts.ops.rows.reference import segment_sum_reference
 
 __all__ = ["RowGroups", "RowIndex", "gather_rows", "group_rows", "segment_sum"]
 
@@ -79,8 +80,8 @@ def gather_rows(x_TX: Tensor, index: RowIndex, *, missing: bool = False, impl: s
         x_TX: [T, ...].
         index: K entries in [0, T). They are not checked on a GPU.
         missing: entries may be T, which reads a row of zeros.
-        impl: `"torch"`: any device; `"triton"`: CUDA tensors. None takes the one that is deterministic on the device
-            of `x_TX`: `"triton"` on CUDA, else `"torch"`.
+        impl: `"reference"`: plain PyTorch, any device; `"triton"`: CUDA tensors. None takes the one that is
+            deterministic on the device of `x_TX`: `"triton"` on CUDA, else `"reference"`.
 
     Returns:
         [K, ...].
@@ -95,10 +96,7 @@ def gather_rows(x_TX: Tensor, index: RowIndex, *, missing: bool = False, impl: s
             f"gather_rows: expected an int64 index into {len(x_TX)} rows on {x_TX.device}, got one of "
             f"{index_K.dtype} into {index.num_rows} rows on {index_K.device}"
         )
-    impl = _default(x_TX) if impl is None else impl
-    choose("gather_rows", impl, _SUMS)
-    if impl == "triton":
-        require_triton("gather_rows", x_TX.device)
+    _takes_triton("gather_rows", impl, x_TX)  # refuses what only the backward would run
     return _GatherRows.apply(x_TX, index, missing, impl)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -119,35 +117,30 @@ def segment_sum(values_KX: Tensor, groups: RowGroups, *, out: Tensor | None = No
     """
     if len(values_KX) != len(groups.order_K):
         raise ValueError(f"segment_sum: expected {len(groups.order_K)} values, got {len(values_KX)}")
-    run = choose("segment_sum", _default(values_KX) if impl is None else impl, _SUMS)
-    return run(values_KX, groups, out)
+    if _takes_triton("segment_sum", impl, values_KX):
+        from harts.ops.rows.triton import segment_sum_triton
 
-
-def _default(tensor: Tensor) -> str:
-    return "triton" if tensor.is_cuda else "torch"
-
-
-def _sum_torch(values_KX: Tensor, groups: RowGroups, out: Tensor | None) -> Tensor:
-    from harts.ops.rows.reference import segment_sum_reference
-
+        return segment_sum_triton(values_KX, groups.order_K, groups.offset_T1, out)
     return segment_sum_reference(values_KX, groups.order_K, groups.offset_T1, out)
 
 
-def _sum_triton(values_KX: Tensor, groups: RowGroups, out: Tensor | None) -> Tensor:
-    require_triton("segment_sum", values_KX.device)
-    from harts.ops.rows.triton import segment_sum_triton
-
-    return segment_sum_triton(values_KX, groups.order_K, groups.offset_T1, out)
+def _default(tensor: Tensor) -> str:
+    return "triton" if tensor.is_cuda else "reference"
 
 
-_SUMS = {"torch": _sum_torch, "triton": _sum_triton}
+def _takes_triton(op: str, impl: str | None, tensor: Tensor) -> bool:
+    impl = _default(tensor) if impl is None else impl
+    takes = choose(op, impl, {"reference": False, "triton": True})
+    if takes:
+        require_triton(op, tensor.device)
+    return takes
 
 
 class _GatherRows(torch.autograd.Function):
     """Keeps the index alone."""
 
     @staticmethod
-    def forward(ctx: Any, x_TX: Tensor, index: RowIndex, missing: bool, impl: str) -> Tensor:
+    def forward(ctx: Any, x_TX: Tensor, index: RowIndex, missing: bool, impl: str | None) -> Tensor:
         ctx.index, ctx.impl = index, impl
         if missing:
             x_TX = torch.cat([x_TX, x_TX.new_zeros(1, *x_TX.shape[1:])])
