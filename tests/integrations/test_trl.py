@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl_arms import PROMPTS, calls_of, play, prompts, reward, run, settings, tiny, word_tokenizer
+from trl_arms import PROMPTS, assert_same, calls_of, play, prompts, reward, saved, settings, tiny, word_tokenizer
 
 from harts.integrations.regroup import regroup
 from harts.integrations.trl import HartsGRPOTrainer, HartsRLOOTrainer, share
@@ -35,22 +34,6 @@ def group_trainer(kind: Callable[..., Any], out: Path, model: str = "tiny-qwen3.
     )
     play(trainer)
     return trainer
-
-
-def saved(out: Path, model: str) -> str:
-    """A directory: TRL loads the reference model from there."""
-    folder = out / model
-    tiny(model).save_pretrained(folder)  # type: ignore[operator]
-    return str(folder)
-
-
-def assert_same(stock: Any, ours: Any) -> None:
-    losses, norms = run(stock)
-    found, found_norms = run(ours)
-    assert np.ptp(norms) > 0
-    assert np.abs(norms).min() > 1e-3
-    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(found_norms, norms, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

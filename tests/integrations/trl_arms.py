@@ -93,7 +93,7 @@ def run(trainer: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def settings(out: Path, **changes: Any) -> dict[str, Any]:
-    """Arguments of a config: three small steps in fp32 on a CPU, plain SGD, no clipping."""
+    """Arguments of a config: two small steps in fp32 on a CPU, plain SGD, no clipping."""
     return {
         "output_dir": str(out),
         "use_cpu": True,
@@ -102,7 +102,7 @@ def settings(out: Path, **changes: Any) -> dict[str, Any]:
         "learning_rate": 0.05,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1e9,
-        "max_steps": 3,
+        "max_steps": 2,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -121,3 +121,19 @@ def calls_of(model: nn.Module) -> list[int]:
 
 def tiny(name: str = "tiny-qwen3.5", **changes: Any) -> nn.Module:
     return tiny_model(name, pad_token_id=PAD, eos_token_id=END, **changes)
+
+
+def saved(out: Path, model: str) -> str:
+    """A directory: TRL loads the reference model from there."""
+    folder = out / model
+    tiny(model).save_pretrained(folder)  # type: ignore[operator]
+    return str(folder)
+
+
+def assert_same(stock: Any, ours: Any) -> None:
+    losses, norms = run(stock)
+    found, found_norms = run(ours)
+    assert np.ptp(norms) > 0
+    assert np.abs(norms).min() > 1e-3
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found_norms, norms, rtol=1e-5, atol=0)

@@ -57,7 +57,8 @@ _PASSED_BY = {
     "num_items_in_batch",
     "output_router_logits",
     "use_cache",
-    # lengths of packed sequences, which position_ids have too
+    # where packed sequences start, which position_ids say too
+    "seq_idx",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
