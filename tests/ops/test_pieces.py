@@ -15,7 +15,8 @@ from harts.layout import PackedTree, pack
 from harts.ops import attention, causal_conv1d, gated_delta_rule, row_logprobs
 from harts.ops.attention.paths import attend_paths
 from harts.ops.causal_conv1d.layout import outside_rows
-from harts.ops.gated_delta_rule import DeltaContext, delta_reads, gated_delta_rule_and_states
+from harts.ops.gated_delta_rule import gated_delta_rule_and_states
+from harts.ops.linear_attention import LinearContext, linear_reads
 from harts.testing.trees import AWKWARD, tree_strategy
 from harts.tree import PrefixTree
 
@@ -58,16 +59,16 @@ def conv_in_pieces(impl: str, pieces: list[PackedTree], x: Tensor, weight: Tenso
 
 
 def delta_in_pieces(impl: str, pieces: list[PackedTree], *inputs: Tensor) -> Tensor:
-    needed = {row for piece in pieces for row in delta_reads(piece).state_O.tolist()}
+    needed = {row for piece in pieces for row in linear_reads(piece).state_O.tolist()}
     states: dict[int, Tensor] = {}
     out = []
     for piece in pieces:
-        reads = delta_reads(piece)
+        reads = linear_reads(piece)
         groups, key_size, value_size = inputs[2].shape[1], inputs[0].shape[2], inputs[2].shape[2]
         given = inputs[0].new_zeros(0, groups, value_size, key_size)
         if len(reads.state_O):
             given = torch.stack([states[row] for row in reads.state_O.tolist()])
-        context = DeltaContext(*(x[reads.replayed_R] for x in inputs[1:]), given)
+        context = LinearContext(*(x[reads.replayed_R] for x in inputs[1:]), given)
         wanted = tuple(sorted(row - piece.start for row in needed if 0 <= row - piece.start < piece.num_rows))
         result, ends = gated_delta_rule_and_states(
             *(own(x, piece) for x in inputs), piece, impl=impl, context=context, wanted=wanted

@@ -20,8 +20,9 @@ from harts.mixers.linear import linear_causal_conv1d, linear_gated_delta_rule
 from harts.mixers.protocol import Example, Ints, draw
 from harts.ops import causal_conv1d
 from harts.ops.causal_conv1d.layout import outside_rows
-from harts.ops.gated_delta_rule import DeltaContext, delta_reads, gated_delta_rule_and_states
+from harts.ops.gated_delta_rule import gated_delta_rule_and_states
 from harts.ops.kernels import Kernels
+from harts.ops.linear_attention import LinearContext, linear_reads
 
 __all__ = ["GatedDeltaRule"]
 
@@ -62,7 +63,7 @@ class GatedDeltaRule:
 
     def outside(self, packed: PackedTree) -> Mapping[str, Ints]:
         """See `Mixer`."""
-        reads = delta_reads(packed)
+        reads = linear_reads(packed)
         replayed = dict.fromkeys(("qkv", "decay", "strength"), reads.replayed_R)
         return {"taps": outside_rows(packed, self.taps), **replayed, "states": reads.state_O}
 
@@ -79,7 +80,7 @@ class GatedDeltaRule:
             impl=kernels.causal_conv1d,
             context_AD=taps_AC,
         )
-        outside: DeltaContext | None = None
+        outside: LinearContext | None = None
         wanted: tuple[int, ...] = ()
         if context is not None:
             context.hand_on("taps", x_TC)
@@ -92,7 +93,7 @@ class GatedDeltaRule:
             context.give("states", states_WGVK)
         return out_TGV
 
-    def _exchange(self, context: Context, qkv_TC: Tensor, g_TG: Tensor, beta_TG: Tensor) -> DeltaContext:
+    def _exchange(self, context: Context, qkv_TC: Tensor, g_TG: Tensor, beta_TG: Tensor) -> LinearContext:
         """Hands on what others replay, and takes what this piece reads."""
         replayed = {"qkv": qkv_TC, "decay": g_TG, "strength": beta_TG}
         for name, values in replayed.items():
@@ -100,7 +101,7 @@ class GatedDeltaRule:
         qkv_RC, g_RG, beta_RG = (context.take(name, values, values.shape[1]) for name, values in replayed.items())
         _, k_RHK, v_RGV = self._heads(qkv_RC)
         states = context.take("states", g_TG, self.value_heads, self.value_size, self.key_size)
-        return DeltaContext(k_RHK, v_RGV, g_RG, beta_RG, states)
+        return LinearContext(k_RHK, v_RGV, g_RG, beta_RG, states)
 
     def linear(self, *inputs: Tensor) -> Tensor:
         """See `Mixer`."""

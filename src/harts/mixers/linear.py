@@ -9,23 +9,39 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-__all__ = ["linear_causal_attention", "linear_causal_conv1d", "linear_gated_delta_rule"]
+__all__ = [
+    "linear_causal_attention",
+    "linear_causal_conv1d",
+    "linear_gated_delta_rule",
+    "linear_linear_attention",
+]
 
 
 def linear_gated_delta_rule(q_LHK: Tensor, k_LHK: Tensor, v_LGV: Tensor, g_LG: Tensor, beta_LG: Tensor) -> Tensor:
-    """The recurrence of `harts.ops.gated_delta_rule` step by step, in the inputs' dtype.
+    """The recurrence of `harts.ops.gated_delta_rule` step by step, in the inputs' dtype."""
+    return linear_linear_attention(
+        _unit(q_LHK) * q_LHK.shape[-1] ** -0.5, _unit(k_LHK), v_LGV, g_LG, beta_LG, delta=True
+    )
 
-    S <- exp(g) S; S <- S + beta k (v - S^T k)^T; o = S^T q.
+
+def linear_linear_attention(
+    q_LHK: Tensor, k_LHK: Tensor, v_LGV: Tensor, g_LG: Tensor, beta_LG: Tensor | None, *, delta: bool
+) -> Tensor:
+    """The recurrence of `harts.ops.linear_attention` step by step, in the inputs' dtype.
+
+    S <- exp(g) S, by key channel where g has one for each; S <- S + beta k (v - S^T k)^T, or beta k v^T; o = S^T q.
     """
-    repeats = v_LGV.shape[1] // q_LHK.shape[1]
-    q_LGK = _unit(q_LHK).repeat_interleave(repeats, 1) * q_LHK.shape[-1] ** -0.5
-    k_LGK = _unit(k_LHK).repeat_interleave(repeats, 1)
-    state_GKV = v_LGV.new_zeros(v_LGV.shape[1], q_LHK.shape[-1], v_LGV.shape[-1])
+    length, groups, size = v_LGV.shape
+    repeats = groups // q_LHK.shape[1]
+    q_LGK, k_LGK = (x.repeat_interleave(repeats, 1) for x in (q_LHK, k_LHK))
+    g_LGD = g_LG.expand(length, groups).unsqueeze(-1) if g_LG.ndim < 3 else g_LG
+    beta_LG1 = v_LGV.new_ones(length, groups, 1) if beta_LG is None else beta_LG.unsqueeze(-1)
+    state_GKV = v_LGV.new_zeros(groups, q_LHK.shape[-1], size)
     out = []
-    for q, k, v, g, beta in zip(q_LGK, k_LGK, v_LGV, g_LG, beta_LG, strict=True):
-        state_GKV = state_GKV * g.exp()[:, None, None]
-        correction_GV = beta[:, None] * (v - torch.einsum("gkv,gk->gv", state_GKV, k))
-        state_GKV = state_GKV + k[:, :, None] * correction_GV[:, None, :]
+    for q, k, v, g, beta in zip(q_LGK, k_LGK, v_LGV, g_LGD, beta_LG1, strict=True):
+        state_GKV = state_GKV * g.exp()[:, :, None]
+        written_GV = beta * (v - torch.einsum("gkv,gk->gv", state_GKV, k) if delta else v)
+        state_GKV = state_GKV + k[:, :, None] * written_GV[:, None, :]
         out.append(torch.einsum("gkv,gk->gv", state_GKV, q))
     return torch.stack(out)
 

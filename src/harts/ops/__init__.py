@@ -7,6 +7,7 @@ its implementations. Nothing falls back in silence: an unsupported case raises a
 from harts.ops.attention import attention
 from harts.ops.causal_conv1d import causal_conv1d
 from harts.ops.gated_delta_rule import gated_delta_rule
+from harts.ops.linear_attention import linear_attention
 from harts.ops.logprobs import row_logprobs
 
-__all__ = ["attention", "causal_conv1d", "gated_delta_rule", "row_logprobs"]
+__all__ = ["attention", "causal_conv1d", "gated_delta_rule", "linear_attention", "row_logprobs"]

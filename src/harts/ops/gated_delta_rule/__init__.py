@@ -4,11 +4,11 @@ from torch import Tensor
 
 from harts.layout import PackedTree
 from harts.ops.dispatch import choose
-from harts.ops.gated_delta_rule.context import DeltaContext, check, delta_reads
 from harts.ops.gated_delta_rule.reference import gated_delta_rule_reference
+from harts.ops.linear_attention.context import LinearContext, check
 from harts.ops.requirements import require_triton
 
-__all__ = ["DeltaContext", "delta_reads", "gated_delta_rule", "gated_delta_rule_and_states"]
+__all__ = ["gated_delta_rule", "gated_delta_rule_and_states"]
 
 
 def _triton(
@@ -18,7 +18,7 @@ def _triton(
     g_TG: Tensor,
     beta_TG: Tensor,
     packed: PackedTree,
-    context: DeltaContext | None,
+    context: LinearContext | None,
     wanted: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     require_triton("gated_delta_rule", q_THK.device)
@@ -39,7 +39,7 @@ def gated_delta_rule(
     packed: PackedTree,
     *,
     impl: str = "reference",
-    context: DeltaContext | None = None,
+    context: LinearContext | None = None,
 ) -> Tensor:
     """Gated delta rule along every path of the tree.
 
@@ -57,7 +57,8 @@ def gated_delta_rule(
         impl: `"reference"`: plain PyTorch on any device, in the inputs' dtype but at least fp32. `"triton"`: kernels
             for a CUDA GPU; q, k and v in bfloat16, g in float32, K = V = 128. Outputs are then bit
             for bit those of separate rows, and everything is the same in every run.
-        context: of a piece: what it reads from outside; see `delta_reads`.
+        context: of a piece: what it reads from outside; see
+            `harts.ops.linear_attention.linear_reads`.
 
     Returns:
         o_TGV: [T, G, V], in the dtype of q.
@@ -79,7 +80,7 @@ def gated_delta_rule_and_states(
     packed: PackedTree,
     *,
     impl: str = "reference",
-    context: DeltaContext | None = None,
+    context: LinearContext | None = None,
     wanted: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule`, and states that other pieces start from.
@@ -103,6 +104,6 @@ def gated_delta_rule_and_states(
             f"gated_delta_rule: expected value heads to be a multiple of the {heads} key heads, and g and beta of "
             f"shape [{rows}, {groups}], got {groups} value heads, g {list(g_TG.shape)}, beta {list(beta_TG.shape)}"
         )
-    check(context, packed)
+    check("gated_delta_rule", context, packed)
     run = choose("gated_delta_rule", impl, _IMPLEMENTATIONS)
     return run(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed, context, wanted)

@@ -22,7 +22,7 @@ from harts.blocks import BLOCK
 from harts.layout import PackedTree
 from harts.ops.chains import ChainOrder, Schedule, chain_order, schedule
 from harts.ops.gated_delta_rule import blockwise, recurrence
-from harts.ops.gated_delta_rule.context import DeltaContext
+from harts.ops.linear_attention.context import LinearContext
 from harts.ops.requirements import require_triton
 
 __all__ = [
@@ -112,7 +112,7 @@ def gated_delta_rule_triton(
     g_TG: Tensor,
     beta_TG: Tensor,
     packed: PackedTree,
-    context: DeltaContext | None = None,
+    context: LinearContext | None = None,
     wanted: tuple[int, ...] = (),
     *,
     recompute: bool = False,
@@ -129,10 +129,10 @@ def gated_delta_rule_triton(
     """
     _check(q_THK, k_THK, v_TGV, g_TG, beta_TG, packed)
     plan = make_launch_plan(q_THK, v_TGV, packed, wanted)
-    inputs: tuple[Tensor, ...] = (k_THK, v_TGV, g_TG, beta_TG)
+    inputs: tuple[Tensor | None, ...] = (k_THK, v_TGV, g_TG, beta_TG)
     states_OGVK = None
     if context is not None:
-        inputs, states_OGVK = context.append_to(*inputs), context.states_OGVK.contiguous()
+        inputs, states_OGVK = context.append_to(k_THK, v_TGV, g_TG, beta_TG), context.states_OGVK.contiguous()
     o_TGV, states_WGVK = _GatedDeltaRule.apply(q_THK, *inputs, states_OGVK, plan, recompute)
     return o_TGV, states_WGVK
 
