@@ -51,11 +51,11 @@ def once(forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, .
     return Once.apply(current_phase(), forward, backward, *inputs)
 
 
-def plain_attention(q, k, v, packed: PackedTree, scale: float, deterministic: bool, context: None) -> Tensor:
+def plain_attention(q, k, v, packed: PackedTree, options) -> Tensor:
     """The reference's attention as such a function."""
 
     def forward(*x: Tensor) -> Tensor:
-        return attention_reference(*x, packed, scale)
+        return attention_reference(*x, packed, options.scale)
 
     def backward(grad: Tensor, out: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():

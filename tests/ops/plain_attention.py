@@ -26,19 +26,21 @@ class PlainPaged:
         parts = []
         for q_path, first_row, length in chains:
             used = first_row[: -(-length // self.page_rows)]
-            parts.append(attend(q_path, *(x[used].flatten(0, 1) for x in (k_pages, v_pages)), scale, length))
+            keys, values = (x[used].flatten(0, 1) for x in (k_pages, v_pages))
+            parts.append(attend(q_path, keys, values, scale, length, window=pages.window))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
 
 
 class PlainKernel:
     """What a flash kernel computes, from the definition; its backward takes sums over all keys from the forward."""
 
-    def __init__(self, page_rows: int | None = None, *, leaves_gaps: bool = False) -> None:
+    def __init__(self, page_rows: int | None = None, *, leaves_gaps: bool = False, key_tile: int = 1) -> None:
         self.paged = None if page_rows is None else PlainPaged(page_rows)
         self.leaves_gaps = leaves_gaps
+        self.key_tile = key_tile
 
     def forward(self, q, k, v, call: Call, scale: float) -> tuple[Tensor, Tensor]:
-        parts = [attend(*path, scale) for path in paths(q, k, v, call)]
+        parts = [attend(*path, scale, window=call.window) for path in paths(q, k, v, call)]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
 
     def backward(self, grad, q, k, v, out, lse, call: Call, scale: float, deterministic: bool, into) -> None:
@@ -56,19 +58,23 @@ class PlainKernel:
             ks, vs = ks.repeat_interleave(repeats, 1), vs.repeat_interleave(repeats, 1)
             p = (torch.einsum("qhd,khd->hqk", qs, ks) * scale - row_lse.T.unsqueeze(-1)).exp()
             if call.causal:
-                p = p.tril(len(ks) - len(qs))
+                p = p.tril(len(ks) - len(qs)).triu(len(ks) - len(qs) + 1 - (call.window or len(ks)))
             ds = p * (torch.einsum("qhv,khv->hqk", do, vs) - (do * o).sum(-1).T.unsqueeze(-1)) * scale
             dq.copy_(torch.einsum("hqk,khd->qhd", ds, ks))
             dk += torch.einsum("hqk,qhd->khd", ds, qs).unflatten(1, (-1, repeats)).sum(2)
             dv += torch.einsum("hqk,qhv->khv", p, do).unflatten(1, (-1, repeats)).sum(2)
 
 
-def attend(q_path, k_path, v_path, scale: float, length: int | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    q_path, k_path, v_path, scale: float, length: int | None = None, *, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the last rows of a path, which may be followed by rows that nobody sees."""
     above = (len(k_path) if length is None else length) - len(q_path)
     repeats = q_path.shape[1] // k_path.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q_path, k_path.repeat_interleave(repeats, 1)) * scale
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1 + above)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(above - window)
     scores = scores.masked_fill(hidden, -torch.inf)
     out = torch.einsum("hqk,khv->qhv", scores.softmax(-1), v_path.repeat_interleave(repeats, 1))
     return out, scores.logsumexp(-1)

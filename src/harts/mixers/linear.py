@@ -57,13 +57,31 @@ def linear_causal_conv1d(
     return y_DL.mT if activation is None else silu(y_DL.mT)
 
 
-def linear_causal_attention(q_LHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, *, scale: float) -> Tensor:
+def linear_causal_attention(
+    q_LHD: Tensor,
+    k_LGD: Tensor,
+    v_LGV: Tensor,
+    sinks_H: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Causal softmax attention of one trajectory with all scores written out."""
     repeats = q_LHD.shape[1] // k_LGD.shape[1]
     k_LHD, v_LHV = k_LGD.repeat_interleave(repeats, 1), v_LGV.repeat_interleave(repeats, 1)
     scores_HLL = torch.einsum("qhd,khd->hqk", q_LHD, k_LHD) * scale
-    hidden_LL = torch.ones(scores_HLL.shape[-2:], dtype=torch.bool, device=q_LHD.device).triu(1)
-    return torch.einsum("hqk,khv->qhv", scores_HLL.masked_fill(hidden_LL, -torch.inf).softmax(-1), v_LHV)
+    if softcap is not None:
+        scores_HLL = (scores_HLL / softcap).tanh() * softcap
+    place_L = torch.arange(len(q_LHD), device=q_LHD.device)
+    back_LL = place_L[:, None] - place_L
+    visible_LL = (back_LL >= 0) & (back_LL < (len(q_LHD) if window is None else window))
+    largest_HL1 = scores_HLL.masked_fill(~visible_LL, -torch.inf).amax(-1, keepdim=True).detach()
+    weights_HLL = (scores_HLL - largest_HL1).exp() * visible_LL
+    total_HL1 = weights_HLL.sum(-1, keepdim=True)
+    if sinks_H is not None:
+        total_HL1 = total_HL1 + (sinks_H[:, None, None] - largest_HL1).exp()
+    return torch.einsum("hqk,khv->qhv", weights_HLL / total_HL1, v_LHV)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Full attention on a tree: a row sees its path."""
+"""Attention on a tree: a row sees its path, or the last rows of it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -6,6 +9,9 @@ from torch import Tensor
 from harts.layout import PackedTree
 from harts.ops.attention.reference import attention_reference
 from harts.ops.dispatch import check_context, choose
+
+if TYPE_CHECKING:
+    from harts.ops.attention.paths import VarlenKernel
 
 __all__ = ["attention", "default_impl"]
 
@@ -20,6 +26,9 @@ def attention(
     impl: str = "reference",
     deterministic: bool = False,
     context: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every row over the rows of its path, itself included.
 
@@ -37,6 +46,9 @@ def attention(
             reference is as deterministic as PyTorch.
         context: of a piece: keys and values of the rows outside, `packed.outside_D`, [D, G, D'] and [D, G, V];
             differentiable.
+        window: a row sees the last so many rows of its path, itself included; None: all of them.
+        softcap: scores become softcap * tanh(scores / softcap); None: they do not. Only the reference has it.
+        sinks_H: [H], differentiable: a score for each head that joins every row's softmax and carries no value.
 
     Returns:
         o_THV: [T, H, V].
@@ -56,7 +68,9 @@ def attention(
     check_context("attention", outside, packed.num_outside)
     if heads % groups:
         raise ValueError(f"attention: expected query heads to be a multiple of key heads, got {heads} and {groups}")
-    return choose("attention", impl, _IMPLEMENTATIONS)(q_THD, k_TGD, v_TGV, packed, scale, deterministic, context)
+    options = _Options(scale, deterministic, context, window, softcap, sinks_H)
+    _check_options(options, heads)
+    return choose("attention", impl, _IMPLEMENTATIONS)(q_THD, k_TGD, v_TGV, packed, options)
 
 
 def default_impl() -> str:
@@ -69,49 +83,83 @@ def default_impl() -> str:
     return "fa4" if has_fa4() and torch.cuda.get_device_capability() >= (9, 0) else "varlen"
 
 
-_Context = tuple[Tensor, Tensor] | None
+@dataclass(frozen=True, eq=False)
+class _Options:
+    """What `attention` was called with beside queries, keys and values."""
+
+    scale: float
+    deterministic: bool
+    context: tuple[Tensor, Tensor] | None
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
 
 
-def _reference(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    packed: PackedTree,
-    scale: float,
-    deterministic: bool,
-    context: _Context,
-) -> Tensor:
-    return attention_reference(q_THD, k_TGD, v_TGV, packed, scale, context)
+def _check_options(options: _Options, heads: int) -> None:
+    window, softcap, sinks_H = options.window, options.softcap, options.sinks_H
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"attention: window: expected a number of rows of at least 1 or None, got {window!r}")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"attention: softcap: expected a number above 0 or None, got {softcap!r}")
+    if sinks_H is not None and sinks_H.shape != (heads,):
+        raise ValueError(
+            f"attention: sinks: expected one score for each of {heads} query heads, got {list(sinks_H.shape)}"
+        )
 
 
-def _varlen(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    packed: PackedTree,
-    scale: float,
-    deterministic: bool,
-    context: _Context,
-) -> Tensor:
-    from harts.ops.attention.paths import attend_paths
+def _reference(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, options: _Options) -> Tensor:
+    return attention_reference(
+        q_THD,
+        k_TGD,
+        v_TGV,
+        packed,
+        options.scale,
+        options.context,
+        window=options.window,
+        softcap=options.softcap,
+        sinks_H=options.sinks_H,
+    )
+
+
+def _varlen(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, options: _Options) -> Tensor:
     from harts.ops.attention.varlen import TorchVarlen
 
-    return attend_paths(q_THD, k_TGD, v_TGV, packed, scale, TorchVarlen(q_THD, v_TGV), deterministic, context)
+    _check_no_softcap("varlen", options)
+    return _by_kernel(q_THD, k_TGD, v_TGV, packed, options, TorchVarlen(q_THD, v_TGV))
 
 
-def _fa4(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    packed: PackedTree,
-    scale: float,
-    deterministic: bool,
-    context: _Context,
-) -> Tensor:
+def _fa4(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, options: _Options) -> Tensor:
     from harts.ops.attention.fa4 import FlashAttention4
+
+    _check_no_softcap("fa4", options)
+    return _by_kernel(q_THD, k_TGD, v_TGV, packed, options, FlashAttention4(q_THD, v_TGV, options.window))
+
+
+def _check_no_softcap(impl: str, options: _Options) -> None:
+    if options.softcap is not None:
+        raise ValueError(
+            f"attention: impl={impl!r} expected scores that are not soft-capped, got softcap={options.softcap}; "
+            "choose impl='reference'"
+        )
+
+
+def _by_kernel(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packed: PackedTree, options: _Options, kernel: "VarlenKernel"
+) -> Tensor:
     from harts.ops.attention.paths import attend_paths
 
-    return attend_paths(q_THD, k_TGD, v_TGV, packed, scale, FlashAttention4(q_THD, v_TGV), deterministic, context)
+    return attend_paths(
+        q_THD,
+        k_TGD,
+        v_TGV,
+        packed,
+        options.scale,
+        kernel,
+        options.deterministic,
+        options.context,
+        window=options.window,
+        sinks_H=options.sinks_H,
+    )
 
 
 _IMPLEMENTATIONS = {"reference": _reference, "varlen": _varlen, "fa4": _fa4}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from harts.chains import Chains
 from harts.layout import PackedTree
-from harts.ops.attention.calls import Call, Range, Rows, Seen, capped_calls, joined
+from harts.ops.attention.calls import Call, Range, Rows, Seen, capped_calls, joined, window_paths
 from harts.ops.rows import RowIndex
 
 __all__ = ["BackwardPlan", "Stage", "plan_backward"]
@@ -75,14 +75,16 @@ class _Branch:
     chains: int  # with those below
 
 
-def plan_backward(packed: PackedTree, gaps: bool = False) -> BackwardPlan:
+def plan_backward(packed: PackedTree, gaps: bool = False, window: int | None = None) -> BackwardPlan:
     """A layout (`PackedTree.layout`): the calls of the backward.
 
     Args:
         packed: the rows.
         gaps: the kernel can leave out rows between sequences; see `harts.ops.attention.calls.capped_calls`.
+        window: rows of its path that a row sees at most, itself included. With one, each chain gathers what its rows
+            see above it, fewer than `window` rows, and nothing is shared.
     """
-    calls = tuple(_calls(packed, gaps))
+    calls = tuple(_calls(packed, gaps) if window is None else _window_calls(packed, window))
     rows = packed.num_outside + packed.num_rows
     stages = []
     for part in _stages(calls, packed.key_cap, rows):
@@ -143,6 +145,11 @@ def _calls(packed: PackedTree, gaps: bool) -> Iterator[Call]:
     yield from capped_calls(chains, packed.key_cap, packed.device, causal=True)
     for level in sorted(shared):
         yield from capped_calls(sorted(shared[level]), packed.key_cap, packed.device, causal=False, gaps=gaps)
+
+
+def _window_calls(packed: PackedTree, window: int) -> Iterator[Call]:
+    paths = window_paths(packed.chains, window)
+    return capped_calls(paths, packed.key_cap, packed.device, causal=True, window=window)
 
 
 def _sequences(chains: Chains, query_cost: float) -> tuple[list[Seen], dict[int, list[Seen]]]:

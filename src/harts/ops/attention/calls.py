@@ -27,7 +27,9 @@ __all__ = [
     "cumulative",
     "forward_calls",
     "joined",
+    "limits",
     "take",
+    "window_paths",
 ]
 
 Rows = slice | Tensor
@@ -51,6 +53,7 @@ class Call:
         used_queries_C: int32, where the rows of `queries` have gaps between sequences that no sequence uses: their
             lengths, as `cu_queries_C1` then only says where they start. None where there are no gaps.
         causal: queries are the last of their keys, and see those up to themselves; else every query sees every key.
+        window: keys that a query of a causal call sees at most, its own the last of them; None: all.
     """
 
     queries: Rows
@@ -61,6 +64,7 @@ class Call:
     cu_keys_C1: Tensor
     used_queries_C: Tensor | None
     causal: bool
+    window: int | None = None
 
     @property
     def num_queries(self) -> int:
@@ -76,9 +80,18 @@ class Call:
         return sum(self.key_lengths)
 
 
-def forward_calls(packed: PackedTree) -> tuple[Call, ...]:
-    """A layout (`PackedTree.layout`): chains with their whole paths, in row order, under the cap of keys."""
-    return tuple(capped_calls(chain_paths(packed.chains), packed.key_cap, packed.device, causal=True))
+def forward_calls(packed: PackedTree, window: int | None = None, tile: int = 1) -> tuple[Call, ...]:
+    """A layout (`PackedTree.layout`): chains with their whole paths, in row order, under the cap of keys.
+
+    Args:
+        packed: the rows.
+        window: rows of its path that a row sees at most, itself included; keys that no row of a chain sees are left
+            out.
+        tile: whole tiles of so many keys are left out, counted from the root. A kernel that reads tiles of as many
+            keys then adds up as it does on the whole path.
+    """
+    paths = chain_paths(packed.chains) if window is None else window_paths(packed.chains, window, tile)
+    return tuple(capped_calls(paths, packed.key_cap, packed.device, causal=True, window=window))
 
 
 def chain_paths(chains: Chains) -> Iterator[Seen]:
@@ -95,8 +108,35 @@ def chain_paths(chains: Chains) -> Iterator[Seen]:
         yield (start - outside, stop - outside), [*above_C[-1], (start, stop)]
 
 
+def limits(window: int | None, *more: int) -> tuple[int, ...]:
+    """Options of a layout that has some for a window: none without one, so that it is the same layout as without."""
+    return () if window is None else (window, *more)
+
+
+def window_paths(chains: Chains, window: int, tile: int = 1) -> Iterator[Seen]:
+    """`chain_paths` without the keys that lie before the window of a chain's first row; see `forward_calls`."""
+    for queries, keys in chain_paths(chains):
+        first = sum(stop - start for start, stop in keys) - (queries[1] - queries[0])
+        unseen = max(first + 1 - window, 0) // tile * tile
+        yield queries, list(_behind(keys, unseen))
+
+
+def _behind(ranges: Iterable[Range], rows: int) -> Iterator[Range]:
+    """Ranges without their first rows."""
+    for start, stop in ranges:
+        if stop - start > rows:
+            yield start + rows, stop
+        rows = max(rows - (stop - start), 0)
+
+
 def capped_calls(
-    sequences: Iterable[Seen], key_cap: int, device: torch.device, *, causal: bool, gaps: bool = False
+    sequences: Iterable[Seen],
+    key_cap: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    gaps: bool = False,
+    window: int | None = None,
 ) -> Iterator[Call]:
     """Calls of as many sequences as the cap allows; a single sequence may have more keys.
 
@@ -106,20 +146,21 @@ def capped_calls(
         device: where the index tensors go.
         causal: see `Call`.
         gaps: the kernel can leave rows between sequences out, so that queries are a view where gaps are small.
+        window: see `Call`.
     """
     part: list[Seen] = []
     keys = 0
     for sequence in sequences:
         length = sum(stop - start for start, stop in sequence[1])
         if part and keys + length > key_cap:
-            yield _call(part, device, causal, gaps)
+            yield _call(part, device, causal, gaps, window)
             part, keys = [], 0
         part.append(sequence)
         keys += length
-    yield _call(part, device, causal, gaps)
+    yield _call(part, device, causal, gaps, window)
 
 
-def _call(sequences: Sequence[Seen], device: torch.device, causal: bool, gaps: bool) -> Call:
+def _call(sequences: Sequence[Seen], device: torch.device, causal: bool, gaps: bool, window: int | None) -> Call:
     ranges = [queries for queries, _ in sequences]
     query_lengths = tuple(stop - start for start, stop in ranges)
     key_lengths = tuple(sum(stop - start for start, stop in keys) for _, keys in sequences)
@@ -135,6 +176,7 @@ def _call(sequences: Sequence[Seen], device: torch.device, causal: bool, gaps: b
         cu_keys_C1=cumulative(key_lengths, device),
         used_queries_C=to_int32(query_lengths, device) if view else None,
         causal=causal,
+        window=window,
     )
 
 

@@ -25,13 +25,17 @@ def has_fa4() -> bool:
 class FlashAttention4:
     """A `harts.ops.attention.paths.VarlenKernel`.
 
+    Args:
+        q_THD, v_TGV: queries and values.
+        window: of the calls; the kernel has other tiles with one.
+
     Raises:
         ImportError: flash-attn-4 is not installed, or of a version with other entry points.
         ValueError: tensors are not on a CUDA device of compute capability 9.0 or above, or of another dtype than fp16
             or bf16.
     """
 
-    def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
+    def __init__(self, q_THD: Tensor, v_TGV: Tensor, window: int | None = None) -> None:
         if not has_fa4():
             raise ImportError(
                 f"attention: impl='fa4' needs flash-attn-4 (tested: {_TESTED}); install it with: pip install "
@@ -57,13 +61,22 @@ class FlashAttention4:
                 f"pip install 'flash-attn-4=={_TESTED}', or choose impl='varlen'"
             )
         self.interface = interface
-        self.paged = _Paged(interface, q_THD.shape[-1], v_TGV.shape[-1]) if on_hopper else None  # elsewhere never tried
+        sizes = q_THD.shape[-1], v_TGV.shape[-1]
+        self.paged = _Paged(interface, *sizes, window is not None) if on_hopper else None  # elsewhere never tried
         self.leaves_gaps = on_hopper
+        self.key_tile = 128
 
     def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """See `VarlenKernel`."""
         out_QHV, lse_HQ, *_ = self.interface._flash_attn_fwd(
-            q_QHD, k_KGD, v_KGV, softmax_scale=scale, causal=True, return_lse=True, num_splits=1, **_lengths(call)
+            q_QHD,
+            k_KGD,
+            v_KGV,
+            softmax_scale=scale,
+            return_lse=True,
+            num_splits=1,
+            **_mask(True, call.window),
+            **_lengths(call),
         )
         return out_QHV, lse_HQ
 
@@ -90,12 +103,12 @@ class FlashAttention4:
             grad_QHV,
             lse_HQ,
             softmax_scale=scale,
-            causal=call.causal,
             deterministic=deterministic,
             dq=grad_q,
             dk=grad_k,
             dv=grad_v,
             seqused_q=call.used_queries_C,
+            **_mask(call.causal, call.window),
             **_lengths(call),
         )
 
@@ -103,9 +116,9 @@ class FlashAttention4:
 class _Paged:
     """A `harts.ops.attention.paths.PagedForward`, for Hopper: a page is a tile of the kernel."""
 
-    def __init__(self, interface: Any, size: int, value_size: int) -> None:
+    def __init__(self, interface: Any, size: int, value_size: int, local: bool) -> None:
         self.interface = interface
-        self.page_rows: int = interface._tile_size_fwd_sm90(size, value_size, True, False).n_block_size
+        self.page_rows: int = interface._tile_size_fwd_sm90(size, value_size, not local, local).n_block_size
 
     def __call__(
         self, q_QHD: Tensor, k_NRGD: Tensor, v_NRGV: Tensor, pages: KeyPages, scale: float
@@ -116,7 +129,6 @@ class _Paged:
             k_NRGD,
             v_NRGV,
             softmax_scale=scale,
-            causal=True,
             return_lse=True,
             num_splits=1,
             cu_seqlens_q=pages.cu_queries_C1,
@@ -124,8 +136,16 @@ class _Paged:
             page_table=pages.first_row_CP,
             max_seqlen_q=max(pages.query_lengths),
             max_seqlen_k=max(pages.key_lengths),
+            **_mask(True, pages.window),
         )
         return out_QHV, lse_HQ
+
+
+def _mask(causal: bool, window: int | None) -> dict[str, Any]:
+    """The kernel's options for what a query sees; a window takes the place of `causal`."""
+    if window is None:
+        return {"causal": causal}
+    return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
 
 
 def _lengths(call: Call) -> dict[str, Any]:

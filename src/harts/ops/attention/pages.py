@@ -39,6 +39,7 @@ class KeyPages:
             last page.
         query_lengths, key_lengths: own rows and path length of each chain, host side.
         cu_queries_C1, key_length_C: int32, cumulative own rows, and path lengths.
+        window: rows of its path that a row sees at most, itself included; None: all.
     """
 
     page_rows: int
@@ -49,6 +50,7 @@ class KeyPages:
     key_lengths: tuple[int, ...]
     cu_queries_C1: Tensor
     key_length_C: Tensor
+    window: int | None = None
 
     def view(self, *parts: Tensor) -> Tensor:
         """Keys or values as pages [N, R, G, D], one for every row and copy: overlapping views of one tensor, to which
@@ -67,7 +69,7 @@ class KeyPages:
         return filled.unfold(0, self.page_rows, 1).movedim(-1, 1)
 
 
-def key_pages(packed: PackedTree, page_rows: int) -> tuple[KeyPages, ...]:
+def key_pages(packed: PackedTree, page_rows: int, window: int | None = None) -> tuple[KeyPages, ...]:
     """A layout (`PackedTree.layout`): the pages of the chains' paths, in row order.
 
     Chains come in parts, most often one. The copied tiles of a part's own chains have at most as many rows as the
@@ -80,12 +82,12 @@ def key_pages(packed: PackedTree, page_rows: int) -> tuple[KeyPages, ...]:
     part_C = np.maximum(own_C, 0) // max(packed.key_cap // page_rows, 1)
     starts = np.flatnonzero(np.diff(part_C, prepend=-1)).tolist()
     return tuple(
-        _part(packed, copied_NR, first_row_CP[skipped:], range(*part))
+        _part(packed, copied_NR, first_row_CP[skipped:], range(*part), window)
         for part in pairwise([*starts, packed.chains.num_chains])
     )
 
 
-def _part(packed: PackedTree, copied_NR: Ints, first_row_CP: Ints, part: range) -> KeyPages:
+def _part(packed: PackedTree, copied_NR: Ints, first_row_CP: Ints, part: range, window: int | None) -> KeyPages:
     """The pages of some chains, with the copies that these read."""
     chains, page_rows = packed.chains, copied_NR.shape[1]
     num_rows = packed.num_outside + packed.num_rows
@@ -104,6 +106,7 @@ def _part(packed: PackedTree, copied_NR: Ints, first_row_CP: Ints, part: range) 
         key_lengths=tuple(length_C.tolist()),
         cu_queries_C1=cumulative(query_lengths, packed.device),
         key_length_C=to_int32(length_C, packed.device),
+        window=window,
     )
 
 

@@ -27,6 +27,7 @@ class TorchVarlen:
 
     paged = None
     leaves_gaps = False
+    key_tile = 128
 
     def __init__(self, q_THD: Tensor, v_TGV: Tensor) -> None:
         if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
@@ -60,6 +61,7 @@ class TorchVarlen:
             True,
             False,
             scale=scale,
+            **_window(call),
             **self.one_split,
         )
         return out_QHV, lse_HQ
@@ -96,9 +98,15 @@ class TorchVarlen:
                 rng_state,
                 torch.empty(0, device=q_QHD.device),
                 scale=scale,
+                **_window(call),
             )
         for part, grad in zip(into, grads, strict=True):
             part.copy_(grad)
+
+
+def _window(call: Call) -> dict[str, int]:
+    """Keys on both sides of a query's own that it sees; without a window none of this is passed."""
+    return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}
 
 
 @contextmanager
