@@ -1,5 +1,6 @@
 """harts train and harts calibrate as a user runs them."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -41,6 +42,25 @@ def test_one_json_document_and_progress_beside_it(toml: Path) -> None:
     assert document["first_look"]["speedup"] > 0
     assert "step 1/2" in result.stderr
     assert "GFLOP/s" in result.stderr
+    assert re.search(r"step 1/2  loss \d.* learning_rate 0\.0010 .* \d+\.\d\d s, [\d,]+ rows/s", result.stderr)
+
+
+def test_rewards_are_told_and_notes_repeated(toml: Path) -> None:
+    found = random_trajectories(np.random.default_rng(0), num_trajectories=4, max_length=80, vocab_size=40)
+    rows = [dataclasses.replace(each, group="g", advantages=None, reward=1.5) for each in found]
+    harts.write(toml.parent / "data.jsonl", rows)
+    toml.write_text("data = 'data.jsonl'\nsteps = 1\ntoken_budget = 600\n")
+    result = call("train", toml, "--out", toml.parent / "run", "--no-look")
+    assert result.exit_code == 0, result.stderr
+    assert "reward_mean 1.5000  reward_std 0.0000" in result.stderr
+    assert re.search(r"note 1 +all 4 trajectories have advantage zero", result.stdout)
+    rows = [dataclasses.replace(each, reward=float(i)) for i, each in enumerate(rows)]
+    harts.write(toml.parent / "data.jsonl", [*rows[:3], dataclasses.replace(rows[3], reward=0.0)])
+    result = call("train", toml, "--out", toml.parent / "other", "--no-look", "--json")
+    document = json.loads(result.stdout)
+    assert document["notes"] == []
+    assert document["last"]["reward_mean"] == pytest.approx(0.75)
+    assert document["last"]["reward_std"] == pytest.approx(0.6875**0.5)
 
 
 def test_a_finished_run_says_so_and_keeps_its_numbers(toml: Path) -> None:
@@ -83,7 +103,7 @@ def test_plan_and_calibrate_feed_train(toml: Path) -> None:
     balanced = call("train", toml, "--out", toml.parent / "timed", "--cost-model", cost, "--json", "--no-look")
     assert balanced.exit_code == 0, balanced.stderr
     assert json.loads(balanced.stdout)["first"]["predicted_unit"] == "seconds"
-    assert re.search(r"\d s, \d+\.\d\d s predicted", balanced.stderr)
+    assert re.search(r"\d s of compute, \d+\.\d\d s predicted", balanced.stderr)
     other = call(
         "train", toml, "--out", toml.parent / "other", "--cost-model", cost, "--json", "--data", plan.parent / "x"
     )

@@ -15,7 +15,10 @@ from harts.train.firstlook import FirstLook, first_look
 
 __all__ = ["train"]
 
-_LINE = ("loss", "grad_norm", "ref_kl", "old_kl", "clip_fraction_low", "clip_fraction_high", "entropy")
+_LINE = (
+    "loss", "reward_mean", "reward_std", "learning_rate", "grad_norm", "ref_kl", "old_kl", "clip_fraction_low",
+    "clip_fraction_high", "entropy",
+)  # fmt: skip
 
 
 def train(
@@ -79,6 +82,7 @@ def _run(trainer: Trainer, console: Console, look: bool) -> dict[str, Any]:
     return {
         "out": str(trainer.out),
         "steps": trainer.step,
+        "notes": trainer.notices,
         "first_look": None if seen is None else dataclasses.asdict(seen),
         "first": records[0] if records else None,
         "last": records[-1] if records else None,
@@ -96,13 +100,13 @@ def _describe(seen: FirstLook) -> str:
 
 def _line(record: dict[str, Any], steps: int) -> str:
     parts = [f"step {record['step']:>{len(str(steps))}}/{steps}"]
-    parts += [f"{name} {output.number(record[name], 4)}" for name in _LINE if name in record]
+    parts += [f"{name} {output.number(record[name], 4)}" for name in _LINE if record.get(name) is not None]
     parts.append(f"{record['tokens']:,} tokens in {record['unique_rows']:,} rows ({record['sharing']:.1f}x)")
     parts.append(f"{record['replayed_rows']:,} replayed, {record['trained_rows']:,} trained")
-    parts.append(f"{record['rows_per_s']:,.0f} rows/s")
+    parts.append(f"{record['seconds']:.2f} s, {record['rows_per_s']:,.0f} rows/s")
     predicted, taken = record["predicted"], record["compute_seconds"]
     if record["predicted_unit"] == "seconds":
-        parts.append(f"{taken:.2f} s, {predicted:.2f} s predicted")
+        parts.append(f"{taken:.2f} s of compute, {predicted:.2f} s predicted")
     elif record["predicted_unit"] == "flops":
         parts.append(f"{predicted / taken / 1e9:,.0f} GFLOP/s")
     return "  ".join(parts)
@@ -118,4 +122,6 @@ def _render(console: Console, document: dict[str, Any]) -> None:
         values["speed-up"] = f"{seen['speedup']:.2f}x over packed separate rows ({seen['tokens']:,} tokens)"
         values["largest log-prob difference"] = f"{seen['logprob_max_abs']:.1e}"
     values["written to"] = document["out"]
+    for index, note in enumerate(document["notes"], start=1):
+        values[f"note {index}"] = note
     console.print(output.key_values("harts train", values))

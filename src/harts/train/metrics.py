@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ class StepMetrics:
         learning_rate: of this step.
         grad_norm: before it was scaled down.
         trajectories, tokens: of the step.
+        reward_mean, reward_std: of its trajectories that have a reward, the spread as of a whole population; None where
+            none has.
         unique_rows: distinct tokens of the step's tree.
         recomputed_rows: prefix rows run again because a tree was cut over microbatches.
         replayed_rows: rows fed again to the linear-attention recurrence only.
@@ -46,6 +49,8 @@ class StepMetrics:
     grad_norm: float
     trajectories: int
     tokens: int
+    reward_mean: float | None
+    reward_std: float | None
     unique_rows: int
     recomputed_rows: int
     replayed_rows: int
@@ -81,24 +86,69 @@ def _is_infinite(value: Any) -> bool:
 
 
 class MetricsFile:
-    """JSON Lines, one record a step, each written whole. Opening it for a resumed run drops later steps' records."""
+    """JSON Lines, one record a step, each written whole. Opening it for a resumed run drops later steps' records.
+
+    Args:
+        path: the file.
+        steps_done: of the checkpoint that the run goes on from; 0 at the start.
+
+    Raises:
+        ValueError: a line is no record; or steps were done, and the file is not there or lacks their last records.
+    """
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
         self._path = path
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= steps_done]
+        kept = self.check(path, steps_done=steps_done)
         write_text(path, "".join(f"{line}\n" for line in kept))
 
+    @staticmethod
+    def check(path: Path, *, steps_done: int) -> list[str]:
+        """The records of the steps that were done, as lines; refuses what the class refuses, and writes nothing."""
+        if steps_done and not path.exists():
+            raise ValueError(
+                f"{path}: expected the records of steps 1 to {steps_done}, got no such file; put it back, or make an "
+                "empty file to go on without them"
+            )
+        kept = [(step, line) for step, line in _lines(path) if step <= steps_done]
+        first = kept[0][0] if kept else steps_done + 1
+        found = [step for step, _ in kept]
+        if found != list(range(first, steps_done + 1)):
+            raise ValueError(
+                f"{path}: expected a record of each step up to {steps_done}, in order, got {found[-1]} last of "
+                f"{len(found)}; put the file back, or empty it to go on without them"
+            )
+        return [line for _, line in kept]
+
     def append(self, metrics: StepMetrics) -> None:
-        """Adds a record and flushes it."""
-        with self._path.open("a", encoding="utf-8") as file:
+        """Adds a record and has it on disk behind it."""
+        with self._path.open("r+", encoding="utf-8") as file:  # which makes no new file where the old one is gone
+            file.seek(0, os.SEEK_END)
             file.write(json.dumps(metrics.to_dict(), allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def records(self) -> list[dict[str, Any]]:
         """All records."""
-        return [json.loads(line) for line in self._lines()]
+        return [json.loads(line) for _, line in _lines(self._path)]
 
-    def _lines(self) -> list[str]:
-        """Whole lines; one cut off by a crash is not a record."""
-        if not self._path.exists():
-            return []
-        return [line.rstrip("\n") for line in self._path.open(encoding="utf-8") if line.endswith("\n") and line.strip()]
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """Step and text of each whole line; one cut off by a crash is not a record.
+
+    Raises:
+        ValueError: a line is no record; its number is named.
+    """
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append((int(json.loads(line)["step"]), line.decode()))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}:{number}: expected a JSON record with a step, got {line[:40]!r}; delete the line, or put the "
+                "file back"
+            ) from error
+    return found

@@ -31,6 +31,8 @@ def find_checkpoint(out: Path, *, resume: bool) -> Path | None:
     Raises:
         ValueError: a folder in use without `resume`, or nothing to resume with it.
     """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: expected a folder, got a file; pass another path")
     checkpoint = latest_checkpoint(out) if out.exists() else None
     metrics = out / "metrics.jsonl"
     if resume and checkpoint is None and not metrics.exists():

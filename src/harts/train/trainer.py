@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,16 @@ from harts.models.recompute import check_kept
 from harts.ops.moe import RouterStep, max_violation
 from harts.train.batches import Batches, data_hash
 from harts.train.build import make_cost_model, make_model, make_optimizer
-from harts.train.checkpoint import CheckpointInfo, latest_checkpoint, load_checkpoint, read_info, save_checkpoint
+from harts.train.checkpoint import (
+    CheckpointInfo,
+    checked_info,
+    latest_checkpoint,
+    load_checkpoint,
+    read_info,
+    remove_partial,
+    save_checkpoint,
+    writing,
+)
 from harts.train.clock import Mark
 from harts.train.config import TrainConfig
 from harts.train.data import load_plan, read_trajectories
@@ -64,6 +74,7 @@ class Trainer:
         if self.replicas.rank == 0:
             check_unlocked(self.out)
         checkpoint = find_checkpoint(self.out, resume=resume)
+        info = None if checkpoint is None else self._read_checkpoint(checkpoint)
         if resume and checkpoint is None:
             self.log(f"{self.out} holds no checkpoint yet: starting from the first step")
         self.loss = make_loss(config.loss)
@@ -91,7 +102,7 @@ class Trainer:
         self.replicas.same_start(self.model)
         self.reference = self._make_reference()
         self.optimizer = make_optimizer(self.model, config)
-        self.step = 0 if checkpoint is None else self._resume(checkpoint)
+        self.step = 0 if checkpoint is None or info is None else self._resume(checkpoint, info)
         self.lock = self._take_folder(checkpoint, resume) if self.replicas.rank == 0 else None
         if self.replicas.rank == 0:
             write_text(self.out / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
@@ -104,12 +115,14 @@ class Trainer:
 
         Raises:
             Interrupted: a signal came; everything up to the last finished step is on disk.
+            OSError: a file cannot be written; it is named, and so is the checkpoint that is kept.
         """
         with self._folder(), signals_as_flag(self._tell_signal) as interrupted, self.planner.ahead():
             while self.step < self.config.steps:
                 metrics = self._train_step()
                 if self.metrics is not None:
-                    self.metrics.append(metrics)
+                    with writing(self.out / "metrics.jsonl", self.out):
+                        self.metrics.append(metrics)
                 stop = self.replicas.any(interrupted.is_set)
                 if stop or self.step % self.config.checkpoint_every == 0 or self.step == self.config.steps:
                     self.save()
@@ -137,7 +150,11 @@ class Trainer:
         self.log(f"finishing step {self.step + 1}, then a checkpoint; again to quit now")
 
     def save(self) -> None:
-        """Writes a checkpoint of the steps done so far."""
+        """Writes a checkpoint of the steps done so far.
+
+        Raises:
+            OSError: it cannot be written; checkpoints that were there before are kept.
+        """
         if self.replicas.rank == 0:
             info = CheckpointInfo(self.step, self.config.to_dict(), self.data_hash)
             self.log(f"wrote {save_checkpoint(self.out, info, self.model, self.optimizer)}")
@@ -167,13 +184,15 @@ class Trainer:
         )
         self.step += 1
         seconds = time.perf_counter() - start
-        plan = step.plan
+        plan, reward = step.plan, _reward(step)
         return StepMetrics(
             step=self.step,
             learning_rate=learning_rate,
             grad_norm=norm,
             trajectories=step.tree.num_trajectories,
             tokens=step.tree.num_tokens,
+            reward_mean=reward[0],
+            reward_std=reward[1],
             unique_rows=step.tree.num_rows,
             recomputed_rows=plan.recomputed_rows,
             replayed_rows=plan.replayed_rows,
@@ -250,8 +269,16 @@ class Trainer:
             return None
         return copy.deepcopy(self.model).eval().requires_grad_(False)
 
-    def _resume(self, checkpoint: Path) -> int:
-        info = read_info(checkpoint)
+    def _read_checkpoint(self, checkpoint: Path) -> CheckpointInfo:
+        """What it says of itself; one process reads all of it to compare checksums."""
+        if self.replicas.rank != 0:
+            return read_info(checkpoint)
+        self.log(f"checking {checkpoint}")
+        info = checked_info(checkpoint)
+        MetricsFile.check(self.out / "metrics.jsonl", steps_done=info.step)
+        return info
+
+    def _resume(self, checkpoint: Path, info: CheckpointInfo) -> int:
         needs_start = self.reference is not None
         check_settings(checkpoint, info, self.config, data_hash=self.data_hash, needs_start=needs_start)
         load_checkpoint(checkpoint, self.model, self.optimizer)
@@ -264,10 +291,17 @@ class Trainer:
         try:
             if find_checkpoint(self.out, resume=resume) != checkpoint:
                 raise ValueError(f"{self.out}: another trainer wrote to it since this one started; start again")
+            remove_partial(self.out)
         except BaseException:
             lock.release()
             raise
         return lock
+
+
+def _reward(step: StepPlan) -> tuple[float, float] | tuple[None, None]:
+    """Mean and spread of the rewards that the step's trajectories have."""
+    rewards = [each.reward for each in step.trajectories if each.reward is not None]
+    return (statistics.fmean(rewards), statistics.pstdev(rewards)) if rewards else (None, None)
 
 
 def _predict_bytes(step: StepPlan) -> float | None:
