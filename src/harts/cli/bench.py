@@ -103,6 +103,7 @@ def bench(
     profile: bench_options.Profile = None,
     rows: options.Rows = "turn",
     fmt: options.Format = "auto",
+    fields: options.Fields = None,
     tokenizer: options.Tokenizer = None,
     limit: options.Limit = None,
     data_dir: options.DataDir = None,
@@ -113,10 +114,9 @@ def bench(
     Efficiency is speed-up over FLOP limit, which leaves replayed rows out. The tree's time includes build, plan and
     layout, that of separate rows does not. Presets have a hidden size of 256; qwen3.5-4b, qwen3.5-35b-a3b are shapes.
     """
-    on_cpu = to_device(device).type == "cpu"
-    _check_gpu_options({"profile": profile is not None, "fuse": bool(fuse)}, device, on_cpu)
+    on_cpu = _on_cpu(device, needs_gpu={"profile": profile is not None, "fuse": bool(fuse)})
     scale = scale if scale is not None else (0.1 if on_cpu and not data else 1.0)
-    reading = {"rows": rows, "fmt": fmt, "tokenizer": tokenizer, "limit": limit}
+    reading = {"rows": rows, "fmt": fmt, "fields": fields, "tokenizer": tokenizer, "limit": limit}
     batches = [_own(data, scale, **reading)] if data else _named(workloads, scale, seed, data_dir, on_cpu)
     _check_budget(batches, token_budget or (_CPU_BUDGET if on_cpu else None))
     job = _Job(
@@ -140,10 +140,13 @@ def bench(
         raise typer.Exit(1)
 
 
-def _check_gpu_options(given: Mapping[str, bool], device: str, on_cpu: bool) -> None:
-    for name, is_given in given.items():
+def _on_cpu(device: str, *, needs_gpu: Mapping[str, bool]) -> bool:
+    """Whether a CPU is timed; then options that are about a GPU's kernels are refused where they are given."""
+    on_cpu = to_device(device).type == "cpu"
+    for name, is_given in needs_gpu.items():
         if is_given and on_cpu:
             raise ValueError(f"{name}: expected a CUDA device, whose kernels it is about, got {device!r}; leave it out")
+    return on_cpu
 
 
 def _own(data: Sequence[Path], scale: float, **reading: Any) -> _Batch:

@@ -47,6 +47,7 @@ def check(
     seed: Annotated[int, typer.Option(help="Of synthetic workloads, random trees and loss weights.")] = 0,
     rows: options.Rows = "trajectory",
     fmt: options.Format = "auto",
+    fields: options.Fields = None,
     tokenizer: options.Tokenizer = None,
     reasoning: options.Reasoning = "keep",
     limit: options.Limit = None,
@@ -63,7 +64,9 @@ def check(
     """
     left_out: list[str] = []
     if data:
-        read = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
+        read = options.read_data(
+            data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit, fields=fields
+        )
         batches: Batches = [(", ".join(map(str, data)), read)]
     else:
         batches, left_out = _built_in(workloads, scale=scale, trees=trees, seed=seed, data_dir=data_dir)

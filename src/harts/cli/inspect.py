@@ -24,6 +24,7 @@ def inspect(
     data: options.Data,
     rows: options.Rows = "trajectory",
     fmt: options.Format = "auto",
+    fields: options.Fields = None,
     tokenizer: options.Tokenizer = None,
     reasoning: options.Reasoning = "keep",
     limit: options.Limit = None,
@@ -38,12 +39,14 @@ def inspect(
 
     Always say what a row is: with --rows turn every model call is a row, and rows share far more.
     """
-    trajectories = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
+    trajectories = options.read_data(
+        data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit, fields=fields
+    )
     document = describe(trajectories)
     if not explain:
         output.emit(document, as_json, lambda console: _render(console, document, groups))
         return
-    report = find_misses(trajectories, decoder=decoder_for(list(data), fmt=fmt, tokenizer=tokenizer))
+    report = find_misses(trajectories, decoder=decoder_for(list(data), fmt=fmt, tokenizer=tokenizer, fields=fields))
     document["explain"] = report.to_json()
 
     def render(console: Console) -> None:

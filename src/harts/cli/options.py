@@ -12,6 +12,7 @@ from harts.trajectory import Trajectory
 __all__ = [
     "Data",
     "DataDir",
+    "Fields",
     "Format",
     "Json",
     "Limit",
@@ -42,6 +43,13 @@ Rows = Annotated[
 Format = Annotated[
     formats.Format, typer.Option("--format", help="Whose field names the rows have.", rich_help_panel=_READING)
 ]
+Fields = Annotated[
+    str | None,
+    typer.Option(
+        help="Fields of rows under other names: token_ids=output.ids,loss_mask=mask; see docs/data.md.",
+        rich_help_panel=_READING,
+    ),
+]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
@@ -71,10 +79,13 @@ def read_data(
     tokenizer: str | None,
     reasoning: ReasoningChoice,
     limit: int | None,
+    fields: str | None,
 ) -> list[Trajectory]:
     """Reads the data arguments of a command with its reader options."""
     source: Path | list[Path] = data[0] if len(data) == 1 else list(data)
-    return formats.read(source, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
+    return formats.read(
+        source, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit, fields=fields
+    )
 
 
 def parse_workloads(text: str) -> list[tuple[str, Mapping[str, int]]]:

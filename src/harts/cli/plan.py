@@ -36,6 +36,7 @@ def plan(
     slots: Annotated[int, typer.Option(min=0, help="Slots to list.")] = 20,
     rows: options.Rows = "trajectory",
     fmt: options.Format = "auto",
+    fields: options.Fields = None,
     tokenizer: options.Tokenizer = None,
     reasoning: options.Reasoning = "keep",
     limit: options.Limit = None,
@@ -46,7 +47,9 @@ def plan(
     Speed-up is predicted over separate rows spread evenly over the replicas, with the cost model's own unit. With
     --check, exits with 1 if a law does not hold.
     """
-    trajectories = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
+    trajectories = options.read_data(
+        data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit, fields=fields
+    )
     tree = PrefixTree.build(trajectories)
     price = CostModel.load(cost_model) if cost_model is not None else None
     made = make_plan(tree, token_budget=token_budget, num_replicas=replicas, cost_model=price, key_cap=key_cap)

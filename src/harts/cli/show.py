@@ -28,6 +28,7 @@ def show(
     max_lines: Annotated[int, typer.Option(min=0, help="Lines in the terminal; 0 for all.")] = 60,
     rows: options.Rows = "trajectory",
     fmt: options.Format = "auto",
+    fields: options.Fields = None,
     tokenizer: options.Tokenizer = None,
     reasoning: options.Reasoning = "keep",
     limit: options.Limit = None,
@@ -40,8 +41,10 @@ def show(
     """
     if out is not None:
         _check_page(out)
-    trajectories = options.read_data(data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit)
-    decoder = decoder_for(list(data), fmt=fmt, tokenizer=tokenizer)
+    trajectories = options.read_data(
+        data, rows=rows, fmt=fmt, tokenizer=tokenizer, reasoning=reasoning, limit=limit, fields=fields
+    )
+    decoder = decoder_for(list(data), fmt=fmt, tokenizer=tokenizer, fields=fields)
     tree = PrefixTree.build(trajectories)
     document: dict[str, Any] = {
         "trajectories": tree.num_trajectories,

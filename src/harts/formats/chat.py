@@ -21,13 +21,13 @@ from harts.formats.rows import Row, build, common_fields
 from harts.formats.template import Template
 from harts.trajectory import Trajectory
 
-__all__ = ["Reasoning", "Rows", "matches", "trajectories"]
+__all__ = ["KNOWN", "Reasoning", "Rows", "matches", "trajectories"]
 
 Rows = Literal["trajectory", "turn"]
 Reasoning = Literal["keep", "drop"]
 
-_KNOWN = frozenset({"group", "id", "messages", "tools", "reward", "advantages", "temperature"})
-_KNOWN |= {"meta", "source", "render", "token_ids", "token_mask"}
+KNOWN = frozenset({"group", "id", "messages", "tools", "reward", "advantages", "temperature"})
+KNOWN |= {"meta", "source", "render", "token_ids", "token_mask"}
 _NEED_TOKENS = ("loss_mask", "logprobs", "ref_logprobs", "merge_keys")
 
 Ids = NDArray[np.int32]
@@ -64,7 +64,7 @@ def trajectories(row: Row, *, rows: Rows, reasoning: Reasoning, template: Templa
     for name in _NEED_TOKENS:
         if row.get(name) is not None:
             raise row.error(name, "it beside token_ids only", "it beside messages", "leave it out, or give token_ids")
-    row.refuse_unknown(_KNOWN)
+    row.refuse_unknown(KNOWN)
     messages, tools = _messages(row), _listed(row, "tools")
     id = row.text("id", row.id)
     fields = common_fields(row) | {"group": row.text("group", id)}

@@ -22,7 +22,10 @@ from typing import Any
 from harts.formats import inspect_ai
 from harts.formats.rows import Row
 
-__all__ = ["as_chat", "matches"]
+__all__ = ["NAMES", "as_chat", "matches"]
+
+NAMES = frozenset({"prompt", "completion", "tool_defs", "conversations", "history", "system"})
+"""Fields that stand for messages and tools."""
 
 _KEPT = ("id", "group", "reward", "advantages", "temperature", "meta", "source", "tools")
 _FROM = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}

@@ -4,7 +4,7 @@ A token is bytes, and a character can lie in several tokens; so pieces are bytes
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from harts.formats import chatml
 from harts.formats.files import Source, parts_of
 from harts.formats.places import STDIN
+from harts.formats.renaming import parse_fields, renamed
 from harts.formats.rows import Row
 from harts.formats.sessions import TOOLS, rows_of
 from harts.formats.sources import format_of
@@ -102,12 +103,14 @@ class TokenizerDecoder(Decoder):
         return str(token).replace("▁", " ").encode()
 
 
-def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> Decoder | None:
+def decoder_for(
+    source: Source, *, fmt: str = "auto", tokenizer: Any = None, fields: Mapping[str, str] | str | None = None
+) -> Decoder | None:
     """What turns the token ids read from a source back into text, where that is known.
 
     Args:
         source: as `read` takes it. Rows in memory are looked at only where they can be read again.
-        fmt: as `read` takes it.
+        fmt, fields: as `read` takes them.
         tokenizer: the one given to `read`, or, for rows of token ids, the one that made them; a directory or a
             transformers tokenizer.
 
@@ -126,14 +129,14 @@ def decoder_for(source: Source, *, fmt: str = "auto", tokenizer: Any = None) -> 
     if fmt == "auto" and any(isinstance(path, str | PathLike) and str(path) == STDIN for path in paths):
         return None  # read once already
     if fmt == "auto":
-        fmt = "chat" if all(_is_chat(part) for part in parts_of(source)) else "other"
+        fmt = "chat" if all(_is_chat(part, parse_fields(fields)) for part in parts_of(source)) else "other"
     return QwenDecoder() if fmt in ("chat", "inspect", *TOOLS) else None
 
 
-def _is_chat(part: Iterable[Row]) -> bool:
+def _is_chat(part: Iterable[Row], names: Mapping[str, str]) -> bool:
     """Whether the first row is chat; a session without a reply of a model has no row and is no other thing."""
     first = next(rows_of(part), None)
-    return first is None or format_of(first) == "chat"
+    return first is None or format_of(renamed(first, names) if names else first) == "chat"
 
 
 def _byte_characters() -> dict[str, int]:

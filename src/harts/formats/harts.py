@@ -15,11 +15,11 @@ from harts.formats.routes import align, missing_for_nulls, read_record
 from harts.formats.rows import Row, build, common_fields
 from harts.trajectory import Trajectory
 
-__all__ = ["fields_of", "matches", "trajectories"]
+__all__ = ["KNOWN", "fields_of", "matches", "trajectories"]
 
 _PER_TOKEN = ("logprobs", "ref_logprobs", "advantages", "merge_keys")
-_KNOWN = frozenset({"group", "id", "token_ids", "loss_mask", "reward", "temperature", "routes", *_PER_TOKEN})
-_KNOWN |= {"messages", "tools", "meta", "source", "render", "token_mask"}
+KNOWN = frozenset({"group", "id", "token_ids", "loss_mask", "reward", "temperature", "routes", *_PER_TOKEN})
+KNOWN |= {"messages", "tools", "meta", "source", "render", "token_mask"}
 
 
 def matches(row: Row) -> bool:
@@ -29,7 +29,7 @@ def matches(row: Row) -> bool:
 
 def trajectories(row: Row) -> Iterator[Trajectory]:
     """The row's one trajectory."""
-    row.refuse_unknown(_KNOWN)
+    row.refuse_unknown(KNOWN)
     for name in ("group", "id"):
         row.require(name)
     mask = row.require("loss_mask", "token_mask")

@@ -5,10 +5,11 @@ from collections.abc import Collection, Sequence
 
 from harts.formats.rows import Row
 
-__all__ = ["Unused"]
+__all__ = ["ALWAYS", "Unused"]
 
 _LOG = logging.getLogger("harts.formats")
-_ALWAYS = frozenset({"id", "group", "reward", "temperature", "meta", "source"})
+ALWAYS = frozenset({"id", "group", "reward", "temperature", "meta", "source"})
+"""Fields that rows of every source may have."""
 
 
 class Unused:
@@ -20,7 +21,7 @@ class Unused:
         read: names that are read.
         choices: of each of these, the first name that a row has is read, and no other.
         """
-        self._fmt, self._read, self._choices = fmt, _ALWAYS | set(read), choices
+        self._fmt, self._read, self._choices = fmt, ALWAYS | set(read), choices
         self._said: set[str] = set()
 
     def look(self, row: Row) -> None:

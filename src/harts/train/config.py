@@ -28,7 +28,7 @@ class TrainConfig:
 
     Attributes:
         data: path of the trajectories; see docs/data.md.
-        rows, format, tokenizer, reasoning, limit: how they are read; see `harts.read`.
+        rows, format, fields, tokenizer, reasoning, limit: how they are read; see `harts.read`.
         model: a directory with a transformers model, or a preset such as "tiny-qwen3.5" (random weights, its
             vocabulary made of the token ids that occur in the data).
         dtype: of the parameters and the computation.
@@ -62,6 +62,7 @@ class TrainConfig:
     data: str
     rows: Rows = "trajectory"
     format: Format = "auto"
+    fields: str | None = None
     tokenizer: str | None = None
     reasoning: Reasoning = "keep"
     limit: int | None = None

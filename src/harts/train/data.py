@@ -26,6 +26,7 @@ def read_trajectories(config: TrainConfig, loss: Loss) -> list[Trajectory]:
         config.data,
         rows=config.rows,
         fmt=config.format,
+        fields=config.fields,
         tokenizer=config.tokenizer,
         reasoning=config.reasoning,
         limit=config.limit,
