@@ -24,18 +24,18 @@ def flops(
 
     Args:
         config: as for `forward_flops`.
-        work: a tree, or counts of one or several.
+        work: a tree, or counts of one or several, with the config's window.
         backward: a backward too, which counts twice its forward.
         recompute: activations are recomputed in the backward, which adds a forward.
         keep_attention: outputs of full attention are not, which takes its scores and sums out of that forward.
         replayed: count replayed rows too, which the model itself does not ask for.
     """
-    counts = count(work) if isinstance(work, PrefixTree) else work
+    forward = forward_flops(config)
+    counts = count(work, forward.window) if isinstance(work, PrefixTree) else work
     if not replayed:
         counts = counts.without_replay()
-    forward = forward_flops(config)
     total = forward.of(counts) * (1 + 2 * backward + (recompute and backward))
-    return total - forward.pairs * counts.pairs * (keep_attention and recompute and backward)
+    return total - forward.attention(counts) * (keep_attention and recompute and backward)
 
 
 def flop_limit(

@@ -51,7 +51,7 @@ def test_fit_of_noisy_runs_is_close_and_never_negative() -> None:
     fitted = CostModel.fit(runs)
     errors = [abs(fitted.time.of(run.counts) / TRUE.of(run.counts) - 1) for run in runs]
     assert np.median(errors) < 0.03
-    assert min(dataclasses.astuple(fitted.time)) >= 0
+    assert min(fitted.time.values) >= 0
 
 
 def test_least_squares_meet_the_conditions_of_an_optimum() -> None:

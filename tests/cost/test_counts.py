@@ -25,7 +25,7 @@ HYBRID = {
 EXPERTS = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
-def counted_one_by_one(tree: PrefixTree) -> Counts:
+def counted_one_by_one(tree: PrefixTree, window: int | None = None) -> Counts:
     blocks = Blocks.of_tree(tree)
     heads = {
         (int(rows[position - 1]), trajectory.temperature)
@@ -36,11 +36,13 @@ def counted_one_by_one(tree: PrefixTree) -> Counts:
     return Counts(
         rows=tree.num_rows,
         pairs=sum(int(depth) + 1 for depth in tree.depth_T),
+        window_pairs=0 if window is None else sum(min(int(depth) + 1, window) for depth in tree.depth_T),
         linear_rows=tree.num_rows + blocks.replayed_rows,
         trained_rows=len(heads),
         chains=blocks.chains.num_chains,
         gathered_keys=int(blocks.chains.length_C.sum()),
         microbatches=1,
+        window=window,
     )
 
 
@@ -49,6 +51,8 @@ def test_counts_equal_rows_counted_one_by_one() -> None:
     for batch in [*AWKWARD.values(), *[random_trajectories(rng, num_trajectories=10) for _ in range(30)]]:
         tree = PrefixTree.build(batch)
         assert count(tree) == counted_one_by_one(tree)
+        for window in (1, 64, 10_000):
+            assert count(tree, window) == counted_one_by_one(tree, window)
 
 
 def test_siblings_of_other_temperatures_do_not_share_the_head() -> None:
@@ -65,6 +69,10 @@ def test_counts_add_up() -> None:
     assert total == Counts(rows=4, pairs=7, linear_rows=6, chains=2, microbatches=1)
     assert total.replayed_rows == 2
     assert total.without_replay().linear_rows == 4
+    both = Counts(rows=1, window_pairs=3, window=2) + Counts(window_pairs=4, window=2)
+    assert (both.window_pairs, both.window) == (7, 2)
+    with pytest.raises(ValueError, match="counts: expected those of one window, got 2 and None"):
+        _ = both + Counts(rows=1)
 
 
 def test_flops_of_a_dense_model_by_hand() -> None:
@@ -74,6 +82,24 @@ def test_flops_of_a_dense_model_by_hand() -> None:
     assert forward.pairs == 2 * 4 * 128
     assert forward.trained_rows == 2 * 64 * 1000
     assert forward.linear_rows == 0
+
+
+def test_a_window_caps_the_pairs() -> None:
+    tree = PrefixTree.build(AWKWARD["comb"])
+    windowed = {**QWEN3, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}
+    forward = forward_flops(windowed)
+    assert (forward.pairs, forward.window_pairs, forward.window) == (4 * 128, 4 * 128, 9)
+    assert forward_flops({**QWEN3, "sliding_window": 9}).window_pairs == 2 * 4 * 128  # every layer's
+    depth_T = tree.depth_T.astype(np.int64)
+    less = 4 * 128 * int((depth_T + 1 - np.minimum(depth_T + 1, 9)).sum())
+    assert flops(QWEN3, tree, backward=False) - flops(windowed, tree, backward=False) == less
+    kept = flops(windowed, tree, recompute=True) - flops(windowed, tree, recompute=True, keep_attention=True)
+    assert kept == 4 * 128 * int((depth_T + 1 + np.minimum(depth_T + 1, 9)).sum())
+    assert model_identity(windowed) != model_identity({**windowed, "sliding_window": 10})
+    with pytest.raises(ValueError, match="counts: expected those of window 9, got window None"):
+        flops(windowed, count(tree))
+    with pytest.raises(ValueError, match=r"field window: expected an integer >= 1, got None"):
+        Coefficients(window_pairs=1.0)
 
 
 def test_flops_of_a_hybrid_model_by_hand() -> None:
@@ -189,7 +215,11 @@ def test_identity_tells_models_apart_and_reads_the_text_part() -> None:
     [
         ({"hidden_size": None}, "hidden_size: expected an integer >= 1, got None"),
         ({"vocab_size": 0}, "vocab_size"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window: expected an integer >= 1",
+        ),
         ({"layer_types": ["full_attention"]}, "1 of them for 2 layers"),
         ({"layer_types": ["linear_attention"] * 2}, "linear_key_head_dim"),
     ],

@@ -301,11 +301,17 @@ def test_unsupported_models_are_refused_by_name() -> None:
 
 
 def test_options_that_sharing_would_change_are_refused() -> None:
-    sliding = tiny_model("tiny-qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    with pytest.raises(ValueError, match="sliding_attention"):
-        harts.attach(sliding)
-    with pytest.raises(ValueError, match=r"config\.sliding_window = 8"):
-        harts.attach(tiny_model("tiny-mistral", sliding_window=8))
+    chunked = tiny_model("tiny-qwen3", layer_types=["full_attention", "chunked_attention"])
+    with pytest.raises(ValueError, match=r"layer types \['chunked_attention'\] are not supported for qwen3"):
+        harts.attach(chunked)
+    windows = tiny_model("tiny-llama")
+    windows.config.sliding_window = 8
+    with pytest.raises(ValueError, match=r"'sliding_attention'\] \(config\.sliding_window = 8\) are not supported"):
+        harts.attach(windows)
+    none = tiny_model("tiny-qwen2")
+    none.config.sliding_window = None
+    with pytest.raises(ValueError, match=r"config\.sliding_window = None: expected a number of rows of at least 1"):
+        harts.attach(none)
     dynamic = tiny_model("tiny-llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ValueError, match="rope_type 'dynamic'"):
         harts.attach(dynamic)

@@ -17,17 +17,20 @@ FULL = CostModel(
     time=Coefficients(
         rows=3.0,
         pairs=0.01,
+        window_pairs=0.07,
         linear_rows=0.5,
         trained_rows=2.0,
         chains=5.0,
         gathered_keys=0.1,
         microbatches=130.0,
+        window=20,
     ),
     unit="flops",
 )
 SINGLE = {
-    field.name: CostModel(time=Coefficients(**{field.name: 1.0}), unit="flops")
+    field.name: CostModel(time=Coefficients(**{field.name: 1.0}, window=20), unit="flops")
     for field in dataclasses.fields(Coefficients)
+    if field.name != "window"
 }
 
 
@@ -133,9 +136,9 @@ def test_prediction_is_the_cost_of_the_counts() -> None:
         for one in slot:
             if not one.is_empty:
                 built = PrefixTree.build([tree.trajectories[index] for index in one.trajectories])
-                assert one.cost == pytest.approx(without_head.time.of(count(built)))
+                assert one.cost == pytest.approx(without_head.time.of(count(built, FULL.time.window)))
     whole = make_plan(tree, token_budget=10**6, cost_model=FULL)  # uncut: the head's rows are exact as well
-    assert whole.makespan == pytest.approx(FULL.time.of(count(tree)))
+    assert whole.makespan == pytest.approx(FULL.time.of(count(tree, FULL.time.window)))
     assert whole.gap == pytest.approx(0.0, abs=0.05)
 
 

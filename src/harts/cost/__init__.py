@@ -4,7 +4,7 @@ The counts are those of one forward and backward; every cost is a sum of non-neg
 """
 
 from harts.cost.config import forward_flops, model_identity
-from harts.cost.counts import Coefficients, Counts, count, count_trained_rows
+from harts.cost.counts import Coefficients, Counts, count, count_trained_rows, visible_pairs
 from harts.cost.experts import Experts, expert_sizes
 from harts.cost.model import CostModel, TimedRun
 
@@ -19,4 +19,5 @@ __all__ = [
     "expert_sizes",
     "forward_flops",
     "model_identity",
+    "visible_pairs",
 ]

@@ -4,7 +4,8 @@ A multiply-add counts 2. Counted are matrix products and the two mixers; norms, 
 embedding's look-up are not. The formulas, per layer and row unless said otherwise:
 
 - full attention: 2 x hidden x (queries + keys + values + output), queries doubled where an output gate is part of
-  their projection; per visible pair 4 x heads x head_dim (scores and weighted values).
+  their projection; per visible pair 4 x heads x head_dim (scores and weighted values). With a sliding window of W, a
+  row at depth d sees min(d + 1, W) rows.
 - gated delta rule: 2 x hidden x (2 keys + 2 values + 2 value_heads) in and 2 x values x hidden out, the short
   convolution's taps, and the chunked recurrence of Yang et al., "Gated Delta Networks" (2024): with chunks of C = 64,
   per value head 2C x (3 key_dim + 2 value_dim) for K K^T, Q K^T and the triangular systems' products, and
@@ -29,7 +30,8 @@ __all__ = ["forward_flops", "model_identity"]
 
 _GATED_QUERIES = ("qwen3_5", "qwen3_next")
 _PLAIN_MLP = ("arcee", "starcoder2")
-_LAYER_TYPES = {"full_attention", "linear_attention", "conv"}
+_ATTENTION = ("full_attention", "sliding_attention")
+_LAYER_TYPES = {*_ATTENTION, "linear_attention", "conv"}
 _IDENTITY_FIELDS = (
     "model_type",
     "vocab_size",
@@ -62,18 +64,19 @@ def forward_flops(config: Any) -> Coefficients:
             whole one or its text part; an object or a dictionary.
 
     Raises:
-        ValueError: a size is missing, or a layer is neither full nor linear attention.
+        ValueError: a size is missing, or a layer is of another type.
     """
     sizes = _Sizes(config)
     hidden = sizes.need("hidden_size")
     experts = expert_sizes(sizes)
-    rows = pairs = linear_rows = 0.0
+    rows = linear_rows = 0.0
+    pairs = dict.fromkeys(_ATTENTION, 0.0)
     for layer, kind in enumerate(sizes.layer_types()):
-        if kind == "full_attention":
+        if kind in _ATTENTION:
             heads, head_dim = sizes.need("num_attention_heads"), sizes.head_dim()
             queries, keys = heads * head_dim, sizes.get("num_key_value_heads", heads) * head_dim
             rows += 2 * hidden * (queries * (2 + sizes.has_query_gate()) + 2 * keys)
-            pairs += 4 * queries
+            pairs[kind] += 4 * queries
         elif kind == "conv":
             rows += 2 * hidden * (4 * hidden + sizes.need("conv_L_cache"))
         else:
@@ -82,7 +85,14 @@ def forward_flops(config: Any) -> Coefficients:
             linear_rows += per_linear_row
         rows += _mlp(sizes, experts, layer, hidden)
     head = 2.0 * hidden * sizes.need("vocab_size")
-    return Coefficients(rows=rows, pairs=pairs, linear_rows=linear_rows, trained_rows=head)
+    return Coefficients(
+        rows=rows,
+        pairs=pairs["full_attention"],
+        window_pairs=pairs["sliding_attention"],
+        linear_rows=linear_rows,
+        trained_rows=head,
+        window=sizes.window(),
+    )
 
 
 def model_identity(config: Any) -> str:
@@ -91,6 +101,8 @@ def model_identity(config: Any) -> str:
     fields = {name: sizes.get(name, None) for name in _IDENTITY_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
     fields["layer_types"] = sizes.layer_types()
+    if sizes.window() is not None:
+        fields["sliding_window"] = sizes.window()
     experts = expert_sizes(sizes)
     fields["num_experts"] = 0 if experts is None else experts.number
     if experts is not None:
@@ -117,7 +129,8 @@ class _Sizes(Reader):
         kinds = self.get("layer_types", None)
         if kinds is None and every is not None:
             kinds = ["full_attention" if (at + 1) % every == 0 else "linear_attention" for at in range(number)]
-        kinds = list(kinds) if kinds is not None else ["full_attention"] * number
+        alike = "sliding_attention" if self.get("sliding_window", 0) else "full_attention"
+        kinds = list(kinds) if kinds is not None else [alike] * number
         unknown = sorted(set(kinds) - _LAYER_TYPES)
         if unknown or len(kinds) != number:
             got = f"{unknown}" if unknown else f"{len(kinds)} of them for {number} layers"
@@ -126,6 +139,10 @@ class _Sizes(Reader):
                 f"{got}"
             )
         return kinds
+
+    def window(self) -> int | None:
+        """Of layers with a sliding window; None without any."""
+        return self.need("sliding_window") if "sliding_attention" in self.layer_types() else None
 
 
 def _gated_delta_rule(sizes: _Sizes, hidden: int) -> tuple[float, float]:

@@ -50,7 +50,7 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.unit not in ("rows", "flops", "seconds"):
             raise ValueError(f"unit: expected 'rows', 'flops' or 'seconds', got {self.unit!r}")
-        if not any(dataclasses.astuple(self.time)):
+        if not any(self.time.values):
             raise ValueError("time: expected a coefficient above 0, got only zeros; a plan needs something to balance")
 
     @staticmethod
@@ -73,7 +73,7 @@ class CostModel:
         forward = forward_flops(config)
         time = forward.scaled(4.0 if recompute else 3.0)
         if recompute and keep_attention:
-            time = dataclasses.replace(time, pairs=3.0 * forward.pairs)
+            time = dataclasses.replace(time, pairs=3.0 * forward.pairs, window_pairs=3.0 * forward.window_pairs)
         return CostModel(time=time, unit="flops", model=model_identity(config))
 
     @staticmethod
@@ -90,12 +90,16 @@ class CostModel:
         """
         if len(runs) < 2:
             raise ValueError(f"runs: expected at least 2 timed runs, got {len(runs)}; time microbatches of other sizes")
-        counts_RK = np.array([dataclasses.astuple(run.counts) for run in runs], np.float64)
-        time = _fit_relative(counts_RK, [run.seconds for run in runs], "seconds")
+        windows = {run.counts.window for run in runs}
+        if len(windows) > 1:
+            raise ValueError(f"runs: expected counts of one window, got {sorted(windows, key=str)}; count them again")
+        (window,) = windows
+        counts_RK = np.array([run.counts.values for run in runs], np.float64)
+        time = _fit_relative(counts_RK, [run.seconds for run in runs], window, "seconds")
         memory = Coefficients()
         known = [at for at, run in enumerate(runs) if run.bytes is not None]
         if len(known) >= 2:
-            memory = _fit_relative(counts_RK[known], [runs[at].bytes or 0.0 for at in known], "bytes")
+            memory = _fit_relative(counts_RK[known], [runs[at].bytes or 0.0 for at in known], window, "bytes")
         return CostModel(time=time, unit="seconds", memory=memory, model=model)
 
     def check_model(self, identity: str) -> None:
@@ -157,15 +161,17 @@ class CostModel:
         return cost_model
 
 
-def _fit_relative(counts_RK: NDArray[np.float64], measured: Sequence[float], what: str) -> Coefficients:
+def _fit_relative(
+    counts_RK: NDArray[np.float64], measured: Sequence[float], window: int | None, what: str
+) -> Coefficients:
     target_R = np.asarray(measured, np.float64)
     if not (np.isfinite(target_R).all() and (target_R > 0).all()):
         raise ValueError(f"{what}: expected finite numbers above 0, got {min(measured)} to {max(measured)}; time again")
     scale_K = np.maximum(np.abs(counts_RK).max(axis=0), 1.0)
     matrix_RK = counts_RK / scale_K / target_R[:, None]
     solution_K = _non_negative_least_squares(matrix_RK, np.ones(len(target_R))) / scale_K
-    names = [field.name for field in dataclasses.fields(Coefficients)]
-    return Coefficients(**dict(zip(names, solution_K.tolist(), strict=True)))
+    names = [field.name for field in dataclasses.fields(Coefficients) if field.name != "window"]
+    return Coefficients(**dict(zip(names, solution_K.tolist(), strict=True)), window=window)
 
 
 def _non_negative_least_squares(matrix_RK: NDArray[np.float64], target_R: NDArray[np.float64]) -> NDArray[np.float64]:

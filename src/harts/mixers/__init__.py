@@ -1,13 +1,24 @@
 """Token mixers: one file each, beside an op of `harts.ops`."""
 
-from harts.mixers.attention import Attention
+from harts.mixers.attention import Attention, SlidingAttention
 from harts.mixers.context import Context, Wanted
 from harts.mixers.gated_delta_rule import GatedDeltaRule
 from harts.mixers.protocol import Mixer
 from harts.mixers.short_conv import ShortConv
 from harts.mixers.store import Exchange, Store
 
-__all__ = ["MIXERS", "Attention", "Context", "Exchange", "GatedDeltaRule", "Mixer", "ShortConv", "Store", "Wanted"]
+__all__ = [
+    "MIXERS",
+    "Attention",
+    "Context",
+    "Exchange",
+    "GatedDeltaRule",
+    "Mixer",
+    "ShortConv",
+    "SlidingAttention",
+    "Store",
+    "Wanted",
+]
 
-MIXERS: tuple[type[Mixer], ...] = (Attention, GatedDeltaRule, ShortConv)
+MIXERS: tuple[type[Mixer], ...] = (Attention, SlidingAttention, GatedDeltaRule, ShortConv)
 """Every mixer; the laws of `tests/mixers` run over them."""

@@ -1,8 +1,9 @@
-"""Full softmax attention: a row sees its path. A piece reads keys and values of the path above it.
+"""Softmax attention: a row sees its path, or the last rows of it. A piece reads keys and values of the path above it.
 
 Shape suffixes: T rows, H query heads, G key heads, D and V head sizes.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,24 +18,27 @@ from harts.mixers.protocol import Example, Ints, draw
 from harts.ops import attention
 from harts.ops.kernels import Kernels
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "SlidingAttention"]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Inputs: q_THD, k_TGD, v_TGV, positions already applied. Output: [T, H, V].
+    """Inputs: q_THD, k_TGD, v_TGV, positions already applied, and sinks_H where the model has them. Output: [T, H, V].
 
     Attributes:
         scale: factor on q k^T.
+        window: rows of its path that a row sees at most, itself included; None: all.
+        softcap: scores become softcap * tanh(scores / softcap); None: they do not.
     """
 
     scale: float
+    window: int | None = None
+    softcap: float | None = None
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
         """See `Mixer`."""
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(scale=float(size) ** -0.5)
+        return cls(scale=_scale(config))
 
     @classmethod
     def small(cls) -> Self:
@@ -47,7 +51,7 @@ class Attention:
 
     def forward(self, packed: PackedTree, kernels: Kernels, context: Context | None, *inputs: Any) -> Tensor:
         """See `Mixer`."""
-        q_THD, k_TGD, v_TGV = inputs
+        q_THD, k_TGD, v_TGV, *sinks = inputs
         outside = None
         if context is not None:
             outside = (context.take("keys", k_TGD, *k_TGD.shape[1:]), context.take("values", v_TGV, *v_TGV.shape[1:]))
@@ -62,12 +66,39 @@ class Attention:
             impl=kernels.attention,
             deterministic=kernels.deterministic,
             context=outside,
+            window=self.window,
+            softcap=self.softcap,
+            sinks_H=sinks[0] if sinks else None,
         )
 
     def linear(self, *inputs: Tensor) -> Tensor:
         """See `Mixer`."""
-        return linear_causal_attention(*inputs, scale=self.scale)
+        return linear_causal_attention(*inputs, scale=self.scale, window=self.window, softcap=self.softcap)
 
     def example(self, rows: int, generator: torch.Generator, dtype: torch.dtype) -> Example:
         """See `Mixer`."""
         return [draw(generator, dtype, rows, heads, 8) for heads in (4, 2, 2)], []
+
+
+class SlidingAttention(Attention):
+    """Attention to the last `window` rows of the path."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """See `Mixer`."""
+        return cls(scale=_scale(config), window=config.sliding_window)
+
+    @classmethod
+    def small(cls) -> Self:
+        """See `Mixer`."""
+        return cls(scale=0.3, window=20, softcap=0.9)
+
+    def example(self, rows: int, generator: torch.Generator, dtype: torch.dtype) -> Example:
+        """See `Mixer`."""
+        over_rows, _ = super().example(rows, generator, dtype)
+        return over_rows, [draw(generator, dtype, 4)]
+
+
+def _scale(config: Any) -> float:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 1 / math.sqrt(size)

@@ -1,5 +1,6 @@
 """Puts the tree ops into a transformers model, in place and reversibly."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ def attach(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model, one of its options (sliding windows, length-dependent rotary scaling, dropping of tokens,
+        ValueError: the model, one of its options (a type of layer, length-dependent rotary scaling, dropping of tokens,
             router noise, expert dropout) or a wrapper of its mixers is not supported. The message names what is.
     """
     backbone = find_backbone(model)
@@ -138,7 +139,9 @@ def _unsupported(what: str) -> str:
 def _check_layers(backbone: Backbone) -> None:
     """Counts the mixers found against the config, so that none is missed."""
     types = layer_types(backbone.config)
-    expected = {kind: types.count(name) for name, kind in backbone.family.mixer_classes().items()}
+    classes = backbone.family.mixer_classes()
+    expected = Counter(dict.fromkeys(classes.values(), 0))
+    expected.update(classes[name] for name in types)
     router = backbone.family.router_class()
     if router is not None:
         expected[router] = sum(map(backbone.has_experts, range(len(types))))

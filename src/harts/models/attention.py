@@ -1,9 +1,10 @@
-"""Full attention on a tree through transformers' attention interface.
+"""Attention on a tree through transformers' attention interface.
 
 `attach` renames a model's attention implementation, "sdpa" say, to "harts_sdpa". That one runs on the tree when the
 forward pass carries a `packed=`, and hands everything else to the implementation it was made from, with its mask.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harts.layout import PackedTree
 from harts.mixers import Attention
+from harts.models.families import FAMILIES
 from harts.models.pieces import Contexts, context_of
 from harts.models.row_floor import cut_rows, fill_rows
 from harts.models.sharded import Sealed, unseal
@@ -45,14 +47,22 @@ def register(original: str) -> str:
         if packed is None:
             return _original(original, module)(module, query, key, value, attention_mask, **kwargs)
         q_THD, k_TGD, v_TGV = (cut_rows(x[0].transpose(0, 1), packed.num_rows) for x in (query, key, value))
-        mixer, context = Attention(scale=kwargs["scaling"]), context_of(module, contexts)
-        out_THV = mixer.forward(packed, kernels or Kernels(), context, q_THD, k_TGD, v_TGV)
+        mixer, context = _mixer_of(module, kwargs), context_of(module, contexts)
+        sinks = [kwargs["s_aux"]] if kwargs.get("s_aux") is not None else []
+        out_THV = mixer.forward(packed, kernels or Kernels(), context, q_THD, k_TGD, v_TGV, *sinks)
         return fill_rows(out_THV, query.shape[2]).unsqueeze(0), None
 
     AttentionInterface.register(name, tree_attention)
     if original in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
     return name
+
+
+def _mixer_of(module: Any, kwargs: dict[str, Any]) -> Attention:
+    """What an attention module is: its window as its layer's type says, by which transformers masks."""
+    mixer = FAMILIES[module.config.model_type].mixer_of(module.config, module.layer_idx)
+    assert isinstance(mixer, Attention), "only attention goes through the interface"
+    return dataclasses.replace(mixer, scale=kwargs["scaling"], softcap=kwargs.get("softcap"))
 
 
 def _original(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

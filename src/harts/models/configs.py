@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from harts.cost import expert_sizes
+from harts.models.families import layer_types
 
 __all__ = ["check_adapters", "check_config"]
 
@@ -71,26 +72,32 @@ def check_config(config: Any, known: Collection[str], *, has_router: bool) -> No
     Raises:
         ValueError: the message names the option, what it is set to, and what is expected.
     """
-    _check_coupling(config, known)
+    types = layer_types(config)
+    _check_types(config, types, known)
+    _check_coupling(config)
     _check_attention(config)
-    if "linear_attention" in (getattr(config, "layer_types", None) or []):
+    if "linear_attention" in types:
         _check_linear(config)
     if has_router:
         _check_experts(config)
 
 
-def _check_coupling(config: Any, known: Collection[str]) -> None:
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if unknown := layer_types - set(known):
+def _check_types(config: Any, types: Collection[str], known: Collection[str]) -> None:
+    window = getattr(config, "sliding_window", None)
+    if unknown := sorted(set(types) - set(known)):
+        which = f" (config.sliding_window = {window})" if "sliding_attention" in unknown else ""
         raise ValueError(
-            f"model: layer types {sorted(unknown)} are not supported; expected {' and '.join(known)} only (switch "
-            "sliding windows off in the config)"
+            f"model: layer types {unknown}{which} are not supported for {config.model_type}; expected "
+            f"{' and '.join(known)} only"
         )
-    if not layer_types and getattr(config, "sliding_window", None):
+    if "sliding_attention" in types and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(
-            f"model: sliding windows (config.sliding_window = {config.sliding_window}) are not supported; switch them "
-            "off in the config"
+            f"model: config.sliding_window = {window!r}: expected a number of rows of at least 1, as some layers are "
+            "of type 'sliding_attention'"
         )
+
+
+def _check_coupling(config: Any) -> None:
     for names, reason in _COUPLING:
         for name in names:
             if getattr(config, name, None):
@@ -104,6 +111,11 @@ def _check_coupling(config: Any, known: Collection[str]) -> None:
 
 
 def _check_attention(config: Any) -> None:
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ValueError(
+            f"model: config.use_bidirectional_attention = {config.use_bidirectional_attention!r} is not supported: a "
+            "row would see rows behind it, which differ between the trajectories that share it; set it to False"
+        )
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if groups is not None and heads % groups:
         raise ValueError(

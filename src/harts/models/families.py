@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harts.mixers import Attention, GatedDeltaRule, Mixer, ShortConv
+from harts.mixers import Attention, GatedDeltaRule, Mixer, ShortConv, SlidingAttention
 from harts.models.routers import ARGUMENT, Router
 
 __all__ = ["FAMILIES", "Family", "Layer", "layer_types"]
@@ -58,8 +58,13 @@ class Family:
 
     def mixers(self, config: Any) -> list[Mixer]:
         """The mixer of each decoder layer."""
-        of_type = {kind: layer.mixer.from_config(config) for kind, layer in self.layers.items()}
-        return [of_type[kind] for kind in layer_types(config)]
+        types = layer_types(config)
+        of_type = {kind: self.layers[kind].mixer.from_config(config) for kind in dict.fromkeys(types)}
+        return [of_type[kind] for kind in types]
+
+    def mixer_of(self, config: Any, layer: int) -> Mixer:
+        """The mixer of one decoder layer."""
+        return self.layers[layer_types(config)[layer]].mixer.from_config(config)
 
     def attention_mask(self, device: torch.device) -> Any:
         """What to hand the backbone as `attention_mask`."""
@@ -80,8 +85,12 @@ def _load(path: str) -> Any:
 
 
 def layer_types(config: Any) -> list[str]:
-    """The type of each decoder layer of a text config."""
-    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    """The type of each decoder layer of a text config.
+
+    Where the config names none, a window is every layer's, as transformers masks them.
+    """
+    every = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return list(getattr(config, "layer_types", None) or [every] * config.num_hidden_layers)
 
 
 def _ready_made_mask(device: torch.device) -> Tensor:
@@ -92,8 +101,10 @@ def _ready_made_mask(device: torch.device) -> Tensor:
 _MODELS = "transformers.models"
 
 
-def _attention(module: str) -> dict[str, Layer]:
-    return {"full_attention": Layer(f"{_MODELS}.{module}", Attention)}
+def _attention(module: str, *, windows: bool = False) -> dict[str, Layer]:
+    """Full attention, and with windows in some layers."""
+    full = {"full_attention": Layer(f"{_MODELS}.{module}", Attention)}
+    return {**full, "sliding_attention": Layer(f"{_MODELS}.{module}", SlidingAttention)} if windows else full
 
 
 def _hybrid(module: str, attention: str, linear: str, twin: str) -> dict[str, Layer]:
@@ -137,7 +148,7 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     ("smollm3", "SmolLM3"),
     ("starcoder2", "Starcoder2"),
 )
-"""Full causal attention in every layer and a dense MLP: model type, stem of its classes."""
+"""Causal attention in every layer and a dense MLP: model type, stem of its classes."""
 
 _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
     ("dots1", "Dots1", "TopkRouter", _GROUPED_SIGMOIDS),
@@ -170,6 +181,12 @@ _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
 _MASK_BY_TYPE = ("dots1", "qwen2", "qwen2_moe", "qwen3", "smollm3")
 """Those of them that take a dictionary of masks."""
 
+_WINDOWS = (
+    *("dots1", "ministral3", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    "starcoder2",
+)
+"""Those of them whose layers may have sliding windows."""
+
 FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
         layers=_hybrid(
@@ -182,14 +199,14 @@ FAMILIES: dict[str, Family] = {
     ),
     **{
         name: Family(
-            layers=_attention(f"{name}.modeling_{name}:{stem}Attention"),
+            layers=_attention(f"{name}.modeling_{name}:{stem}Attention", windows=name in _WINDOWS),
             mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
         )
         for name, stem in _PLAIN
     },
     **{
         name: Family(
-            layers=_attention(f"{name}.modeling_{name}:{stem}Attention"),
+            layers=_attention(f"{name}.modeling_{name}:{stem}Attention", windows=name in _WINDOWS),
             mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
             router=Router(module=f"{_MODELS}.{name}.modeling_{name}:{stem}{suffix}", **what),
             fused="harts.models.qwen3_moe:FUSED" if name == "qwen3_moe" else None,

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from harts.models.attach import find_backbone
+from harts.models.families import layer_types
 from harts.models.sharded import compute_device, compute_dtype
 from harts.ops.kernels import Kernels
 
 __all__ = ["default_kernels"]
 
 _HALF = (torch.bfloat16, torch.float16)
+_SINKS = ("gpt_oss",)
 
 
 def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels:
@@ -20,8 +22,10 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
 
     On a CUDA GPU `Kernels.fastest()`, but the gated delta rule is plain for any dtype but bf16 and any head size but
     128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
-    plain in fp64. Dtype and device are those that FSDP2 computes with, if the model is sharded. The plain ones
-    elsewhere. `harts train` and `harts bench` write down what ran.
+    plain in fp64. Attention with sliding windows, sinks or soft-capped scores is plain too: `"varlen"` and `"fa4"` take
+    the first two where they are named, but have not been measured with them on a GPU. Dtype and device are those that
+    FSDP2 computes with, if the model is sharded. The plain ones elsewhere. `harts train` and `harts bench` write down
+    what ran.
 
     Args:
         model: of a supported family; its parameters lie on one device.
@@ -32,6 +36,12 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
     return _choose(Kernels.fastest(deterministic=deterministic), compute_dtype(model), find_backbone(model).config)
 
 
+def _is_special(config: Any) -> bool:
+    """Whether attention has windows, sinks or soft-capped scores."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return capped or "sliding_attention" in layer_types(config) or config.model_type in _SINKS
+
+
 def _choose(fastest: Kernels, dtype: torch.dtype, config: Any) -> Kernels:
     plain = Kernels()
     changes: dict[str, Any] = {}
@@ -39,7 +49,7 @@ def _choose(fastest: Kernels, dtype: torch.dtype, config: Any) -> Kernels:
     if dtype != torch.bfloat16 or linear != {128}:
         changes["gated_delta_rule"] = plain.gated_delta_rule
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if dtype not in _HALF or size % 8 or size > 256:
+    if dtype not in _HALF or size % 8 or size > 256 or _is_special(config):
         changes["attention"] = plain.attention
     if dtype == torch.float64:
         changes |= {"row_logprobs": plain.row_logprobs, "chunk_rows": plain.chunk_rows}

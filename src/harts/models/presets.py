@@ -69,8 +69,11 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-qwen3.5": ("Qwen3_5Text", {**_HYBRID, **_THREE_SECTIONS}),
     "tiny-qwen3": ("Qwen3", {"num_hidden_layers": 2}),
     "tiny-llama": ("Llama", {"num_hidden_layers": 2}),
-    "tiny-mistral": ("Mistral", {"num_hidden_layers": 2, "sliding_window": None}),
-    "tiny-qwen2": ("Qwen2", {"num_hidden_layers": 2}),
+    "tiny-mistral": ("Mistral", {"num_hidden_layers": 2, "sliding_window": 24}),
+    "tiny-qwen2": (
+        "Qwen2",
+        {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
     "tiny-olmo2": ("Olmo2", {"num_hidden_layers": 2}),
     "tiny-arcee": ("Arcee", {"num_hidden_layers": 2}),
     "tiny-ernie4.5": ("Ernie4_5", {"num_hidden_layers": 2}),
@@ -91,7 +94,7 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-hunyuan": ("HunYuanDenseV1", {"num_hidden_layers": 2}),
     "tiny-ministral3": ("Ministral3", {"num_hidden_layers": 2, "sliding_window": None}),
     "tiny-olmo": ("Olmo", {"num_hidden_layers": 2}),
-    "tiny-phi3": ("Phi3", {"num_hidden_layers": 2, "pad_token_id": 0, "sliding_window": None}),
+    "tiny-phi3": ("Phi3", {"num_hidden_layers": 2, "pad_token_id": 0, "sliding_window": 24}),
     "tiny-seed-oss": (
         "SeedOss",
         {"num_hidden_layers": 2, "residual_dropout": 0.0, "attention_dropout": 0.0},
@@ -99,7 +102,7 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),  # the fourth has no rotary embedding
     "tiny-starcoder2": (
         "Starcoder2",
-        {"num_hidden_layers": 2, "sliding_window": None, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+        {"num_hidden_layers": 2, "sliding_window": 24, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     ),
     "tiny-lfm2": (
         "Lfm2",

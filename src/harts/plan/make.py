@@ -11,7 +11,7 @@ from harts.cost import CostModel
 from harts.plan.bound import bound_makespan
 from harts.plan.fingerprint import fingerprint
 from harts.plan.leaves import Leaves
-from harts.plan.problem import Problem
+from harts.plan.problem import Problem, pairs_cost
 from harts.plan.schedule import Microbatch, Plan
 from harts.plan.search import search_partition
 from harts.tree import PrefixTree
@@ -129,9 +129,9 @@ def _separate_cost(tree: PrefixTree, cost_model: CostModel) -> float:
     length_B = np.diff(tree.offset_B1)
     trained = sum(trajectory.num_trained for trajectory in tree.trajectories) if time.trained_rows else 0
     per_row = time.rows + time.linear_rows + time.gathered_keys
-    pairs = float((length_B * (length_B + 1) / 2).sum())
+    pairs = float(pairs_cost(time, length_B).sum())
     rows = per_row * float(length_B.sum())
-    return rows + time.pairs * pairs + time.chains * len(length_B) + time.trained_rows * trained
+    return rows + pairs + time.chains * len(length_B) + time.trained_rows * trained
 
 
 def _uncut_budget(leaves: Leaves) -> int:

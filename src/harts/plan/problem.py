@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts.blocks import BLOCK
-from harts.cost import Coefficients
+from harts.cost import Coefficients, visible_pairs
 from harts.plan.leaves import Leaves
 
-__all__ = ["Problem"]
+__all__ = ["Problem", "pairs_cost"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -50,15 +50,17 @@ class Problem:
         time, length_L = self.time, self.leaves.length_L
         per_leaf = time.microbatches + time.chains
         per_row = time.rows + time.linear_rows + time.gathered_keys
-        pairs_L = length_L * (length_L + 1) / 2
-        return np.asarray(per_leaf + per_row * length_L + time.pairs * pairs_L + time.trained_rows * self.trained_L)
+        return np.asarray(
+            per_leaf + per_row * length_L + pairs_cost(time, length_L) + time.trained_rows * self.trained_L
+        )
 
     def shared_cost(self, depth_X: Ints) -> Floats:
         """float64 [X]: cost saved when two sets of leaves that branch apart at a depth run in one microbatch."""
         time = self.time
         linear_X = depth_X // BLOCK * BLOCK
-        pairs_X = depth_X * (depth_X + 1) / 2
-        return np.asarray(time.microbatches + time.rows * depth_X + time.linear_rows * linear_X + time.pairs * pairs_X)
+        return np.asarray(
+            time.microbatches + time.rows * depth_X + time.linear_rows * linear_X + pairs_cost(time, depth_X)
+        )
 
     # The same as lists, which loops over leaves read faster.
 
@@ -106,3 +108,11 @@ class Problem:
         first = np.append(0, np.flatnonzero(np.diff(part_L[leaf_L])) + 1)
         cost_L[first] = self.alone_L[leaf_L[first]]
         return np.asarray(np.add.reduceat(cost_L, first))
+
+
+def pairs_cost(time: Coefficients, length_X: Ints) -> Floats:
+    """float64 [X]: cost of the visible pairs of the first rows of a path."""
+    cost_X = time.pairs * visible_pairs(length_X)
+    if time.window_pairs:
+        cost_X = cost_X + time.window_pairs * visible_pairs(length_X, time.window)
+    return np.asarray(cost_X, np.float64)

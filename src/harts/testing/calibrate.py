@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harts.cost import CostModel, TimedRun, count, model_identity
+from harts.cost import CostModel, TimedRun, count, forward_flops, model_identity
 from harts.layout import pack
 from harts.models import logprobs
 from harts.models.attach import find_backbone
@@ -106,4 +106,5 @@ def _time(model: nn.Module, tree: PrefixTree, kernels: Kernels | None) -> TimedR
         times.append(time.perf_counter() - start)
         model.zero_grad(set_to_none=True)
     peak = float(torch.cuda.max_memory_allocated(device)) if on_gpu else None
-    return TimedRun(counts=count(tree), seconds=statistics.median(times[1:]), bytes=peak)
+    counts = count(tree, forward_flops(find_backbone(model).config).window)
+    return TimedRun(counts=counts, seconds=statistics.median(times[1:]), bytes=peak)

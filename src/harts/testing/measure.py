@@ -237,7 +237,8 @@ class _Bench:
         self.device = next(model.parameters()).device
         self.now = _clock(clock, self.device)
         self.config = find_backbone(model).config
-        self.counts = {arm: count(PrefixTree.build(trajectories, share=ARMS[arm])) for arm in _BASELINES}
+        window = forward_flops(self.config).window
+        self.counts = {arm: count(PrefixTree.build(trajectories, share=ARMS[arm]), window) for arm in _BASELINES}
         self.runs: dict[Arm, _Runs] = {}
         self.left_out: dict[Arm, Literal["time", "memory"]] = {}
 

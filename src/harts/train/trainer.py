@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from harts.cost import Coefficients, count
+from harts.cost import count
 from harts.files import write_text
 from harts.losses import make_loss
 from harts.models import PRESETS, default_kernels
@@ -307,9 +307,9 @@ def _reward(step: StepPlan) -> tuple[float, float] | tuple[None, None]:
 def _predict_bytes(step: StepPlan) -> float | None:
     """Peak of this replica's largest microbatch, where the cost model was calibrated on a GPU."""
     memory = step.plan.cost_model.memory
-    if memory == Coefficients():
+    if not any(memory.values):
         return None
-    return max(memory.of(count(microbatch.packed.tree)) for microbatch in step.microbatches)
+    return max(memory.of(count(microbatch.packed.tree, memory.window)) for microbatch in step.microbatches)
 
 
 def _peak_bytes(device: str) -> float | None:
