@@ -83,6 +83,22 @@ def test_a_bad_file_is_one_line_on_stderr(tmp_path: Path, rollouts: Path) -> Non
         assert message in result.stderr
 
 
+@pytest.mark.parametrize("of_session", [False, True])
+def test_inspect_says_what_the_other_view_gives(of_session: bool, tmp_path: Path) -> None:
+    """Of tau-bench, and of one long session, which shares nothing as a trajectory and much as calls."""
+    long = tmp_path / "session.jsonl"
+    turn = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "North."}]
+    long.write_text(json.dumps({"messages": turn * 40}) + "\n")
+    path = str(long if of_session else TAU)
+    whole, calls = run("inspect", path, "--json"), run("inspect", path, "--rows", "turn", "--json")
+    assert whole["sharing_of_calls"] == calls["sharing_of_calls"] == pytest.approx(calls["sharing"])
+    assert whole["sharing_of_conversations"] == calls["sharing_of_conversations"] == pytest.approx(whole["sharing"])
+    assert calls["sharing"] > 3 * whole["sharing"]
+    shown = run("inspect", path).output
+    assert f"{calls['sharing']:.2f}x with one a model call (chat: --rows turn)" in shown
+    assert f"{whole['sharing']:.2f}x with one a conversation" in run("inspect", path, "--rows", "turn").output
+
+
 def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(TAU.read_bytes()[:20_000])

@@ -12,6 +12,7 @@ from harts.blocks import Blocks
 from harts.cli import explaining, options, output
 from harts.cost import count
 from harts.explain import explain as find_misses
+from harts.explain.report import sizes_of
 from harts.formats.decoding import decoder_for
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, count_rows_without_routes
@@ -60,8 +61,10 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Counts of one tree over all trajectories, and of one tree per group.
 
     `sharing` is tokens per row of the one tree, `sharing_in_groups` of one tree a group, `sharing_of_prefixes` where
-    only a trajectory that another one continues is merged. Where experts were recorded, `sharing_without_routes` is
-    that of the one tree if they were not: the difference is what forcing them costs.
+    only a trajectory that another one continues is merged. `sharing_of_calls` and `sharing_of_conversations` are what
+    `sharing` is with --rows turn and with --rows trajectory, whichever was read: tokens of a row for each model call,
+    and of rows merged while one is a prefix of the next, per row of the same tree. Where experts were recorded,
+    `sharing_without_routes` is that of the one tree if they were not: the difference is what forcing them costs.
     """
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -69,7 +72,7 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     by_group = [{"group": name, **_counts(members)} for name, members in groups.items()]
     tree = PrefixTree.build(trajectories)
     blocks = Blocks.of_tree(tree)
-    merged = PrefixTree.build(trajectories, share="prefix")
+    sizes = sizes_of(tree)
     lengths = [len(trajectory) for trajectory in trajectories]
     whole = _counts(trajectories)
     return {
@@ -77,7 +80,9 @@ def describe(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "groups": len(groups),
         **{name: whole[name] for name in ("tokens", "unique_tokens", "sharing")},
         "sharing_in_groups": whole["tokens"] / sum(each["unique_tokens"] for each in by_group),
-        "sharing_of_prefixes": merged.sharing,
+        "sharing_of_prefixes": whole["tokens"] / sizes.prefix,
+        "sharing_of_calls": sizes.per_call / sizes.tree,
+        "sharing_of_conversations": sizes.prefix / sizes.tree,
         **_without_routes(trajectories),
         **{name: whole[name] for name in ("segments", "branch_depth", "trained_tokens", "trained_share")},
         "trained_rows": int(np.count_nonzero(tree.trained_T)),
@@ -134,6 +139,8 @@ def _render(console: Console, document: dict[str, Any], most: int) -> None:
         "unique tokens": shown(document["unique_tokens"]),
         "sharing": f"{document['sharing']:.2f}x in one tree, {document['sharing_in_groups']:.2f}x with a tree a group, "
         f"{document['sharing_of_prefixes']:.2f}x where only whole prefixes merge",
+        "by what a row is": f"{document['sharing_of_calls']:.2f}x with one a model call (chat: --rows turn), "
+        f"{document['sharing_of_conversations']:.2f}x with one a conversation (--rows trajectory)",
         "trained tokens": f"{shown(document['trained_tokens'])} ({document['trained_share']:.1%} of all), "
         f"{shown(document['trained_rows'])} of them distinct",
         "segments": f"{shown(document['segments'])}, at most {shown(document['branch_depth'])} branch points on a path",
