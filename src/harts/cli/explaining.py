@@ -5,9 +5,10 @@ from rich.text import Text
 
 from harts.cli import output
 from harts.explain import REMEDIES, Miss, Report, Sizes
+from harts.formats.stability import Change, Stability
 from harts.viz.escapes import escaped
 
-__all__ = ["render"]
+__all__ = ["render", "render_stability"]
 
 _TEXT = 44
 _NAMES = 3
@@ -147,6 +148,37 @@ def _groups(console: Console, report: Report, most: int) -> None:
             shown(group.lost),
         )
     console.print(table)
+
+
+def render_stability(console: Console, found: Stability | None) -> None:
+    """Prints whether a chat template keeps what it rendered, and the first text that it does not."""
+    if found is None:
+        return
+    console.print(Text(f"\nThe chat template, on {found.conversations:,} conversations", "bold"))
+    if found.history is None:
+        console.print("  Earlier turns stay as they were: every turn is a token prefix of the next.", highlight=False)
+    else:
+        console.print(
+            f"  Earlier turns are rewritten in {found.rewritten:,} of them: read with --rows turn. The first place:",
+            highlight=False,
+        )
+        change = found.history
+        console.print(_change(change, f"message {change.message}, as it was", f"as message {change.later} sees it"))
+    if found.prompt is not None:
+        console.print(
+            f"  {found.unprompted:,} of {found.turns:,} finished messages do not begin with their generation prompt: "
+            "the response starts where they part. The first place:",
+            highlight=False,
+        )
+        console.print(_change(found.prompt, "the generation prompt", f"message {found.prompt.message}"))
+
+
+def _change(change: Change, first: str, second: str) -> Text:
+    line = Text(f"    {escaped(change.place)}, token {change.token:,}\n", style="dim")
+    line.append(f"    …{_visible(change.before)}\n", style="dim")
+    line.append(f"    {first}: ", style="dim").append(f"[{_cut(_visible(change.first))}]\n", style="green")
+    line.append(f"    {second}: ", style="dim").append(f"[{_cut(_visible(change.second))}]", style="red")
+    return line
 
 
 def _few(names: tuple[str, ...]) -> str:

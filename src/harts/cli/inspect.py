@@ -14,6 +14,7 @@ from harts.cost import count
 from harts.explain import explain as find_misses
 from harts.explain.report import sizes_of
 from harts.formats.decoding import decoder_for
+from harts.formats.stability import template_stability
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, count_rows_without_routes
 from harts.viz.escapes import escaped
@@ -49,10 +50,15 @@ def inspect(
         return
     report = find_misses(trajectories, decoder=decoder_for(list(data), fmt=fmt, tokenizer=tokenizer, fields=fields))
     document["explain"] = report.to_json()
+    stability = None
+    if tokenizer is not None:
+        stability = template_stability(list(data), tokenizer=tokenizer, fmt=fmt, reasoning=reasoning, fields=fields)
+        document["explain"]["template"] = None if stability is None else stability.to_json()
 
     def render(console: Console) -> None:
         _render(console, document, 0)
         explaining.render(console, report, findings=findings, groups=groups)
+        explaining.render_stability(console, stability)
 
     output.emit(document, as_json, render)
 

@@ -21,7 +21,7 @@ from harts.formats.rows import Row, build, common_fields
 from harts.formats.template import Template
 from harts.trajectory import Trajectory
 
-__all__ = ["KNOWN", "Reasoning", "Rows", "matches", "trajectories"]
+__all__ = ["KNOWN", "Reasoning", "Rows", "Turn", "matches", "parting", "trajectories", "turns_of"]
 
 Rows = Literal["trajectory", "turn"]
 Reasoning = Literal["keep", "drop"]
@@ -30,17 +30,28 @@ KNOWN = frozenset({"group", "id", "messages", "tools", "reward", "advantages", "
 KNOWN |= {"meta", "source", "render", "token_ids", "token_mask"}
 _NEED_TOKENS = ("loss_mask", "logprobs", "ref_logprobs", "merge_keys")
 
+_SHOWN = 16
+"""Tokens of a difference that a message shows."""
+
 Ids = NDArray[np.int32]
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """A trained assistant message: its number among the assistant messages; context + response; where that starts."""
+class Turn:
+    """A trained assistant message.
+
+    Attributes:
+        number: among the row's assistant messages, from 0.
+        token_ids: context and response.
+        start: where the response starts.
+        prompt: what a chat template gives the model to continue; None where no template is used.
+    """
 
     number: int
     token_ids: Ids
     start: int
+    prompt: Ids | None = None
 
     @property
     def span(self) -> slice:
@@ -61,11 +72,6 @@ def trajectories(row: Row, *, rows: Rows, reasoning: Reasoning, template: Templa
             can show, or, with rows="trajectory", a rendering in which an earlier turn is no token prefix of a later
             one.
     """
-    for name in _NEED_TOKENS:
-        if row.get(name) is not None:
-            raise row.error(name, "it beside token_ids only", "it beside messages", "leave it out, or give token_ids")
-    row.refuse_unknown(KNOWN)
-    messages, tools = _messages(row), _listed(row, "tools")
     id = row.text("id", row.id)
     fields = common_fields(row) | {"group": row.text("group", id)}
     advantage = row.get("advantages")
@@ -73,16 +79,40 @@ def trajectories(row: Row, *, rows: Rows, reasoning: Reasoning, template: Templa
         if np.ndim(advantage) != 0:
             raise row.error("advantages", "one number", "a list", "tokens are not known before rendering")
         fields["advantages"] = advantage
-    turns = _rendered(row, _turns(row, messages, tools, reasoning, template))
+    turns = turns_of(row, reasoning, template)
     if rows == "turn":
         for turn in turns:
             yield _build(row, turn.token_ids, [turn.span], id=f"{id}/turn{turn.number}", **fields)
         return
-    token_ids, spans = _stable(row, turns)
+    token_ids, spans = _stable(row, turns, template)
     if not spans:
-        (whole,) = _rendered(row, _untrained(row, messages, tools, template))
+        (whole,) = _rendered(row, _untrained(row, _messages(row), _listed(row, "tools"), template))
         token_ids = whole.token_ids
     yield _build(row, token_ids, spans, id=id, **fields)
+
+
+def turns_of(row: Row, reasoning: Reasoning, template: Template | None) -> Iterator[Turn]:
+    """The row's trained assistant messages, each with its context, rendered.
+
+    Raises:
+        ValueError: as `trajectories`.
+    """
+    for name in _NEED_TOKENS:
+        if row.get(name) is not None:
+            raise row.error(name, "it beside token_ids only", "it beside messages", "leave it out, or give token_ids")
+    row.refuse_unknown(KNOWN)
+    messages, tools = _messages(row), _listed(row, "tools")
+    return _rendered(row, _turns(row, messages, tools, reasoning, template))
+
+
+def parting(earlier: Turn, later: Turn) -> int | None:
+    """The first token of a turn that the context of a later one does not have in its place; None if it has all."""
+    before, after = earlier.token_ids, later.token_ids[: later.start]
+    shared = min(len(before), len(after))
+    differs = np.flatnonzero(before[:shared] != after[:shared])
+    if len(differs):
+        return int(differs[0])
+    return None if len(before) <= len(after) else shared
 
 
 def _build(row: Row, token_ids: Ids, spans: Sequence[slice], **fields: Any) -> Trajectory:
@@ -93,17 +123,20 @@ def _build(row: Row, token_ids: Ids, spans: Sequence[slice], **fields: Any) -> T
     return build(row, token_ids=token_ids, loss_mask=mask, **fields)
 
 
-def _stable(row: Row, turns: Iterator[_Turn]) -> tuple[Ids, list[slice]]:
+def _stable(row: Row, turns: Iterator[Turn], template: Template | None) -> tuple[Ids, list[slice]]:
     """The last turn's tokens and all turns' responses in them, if each turn is a token prefix of the next."""
-    last: _Turn | None = None
+    last: Turn | None = None
     spans = []
     for turn in turns:
-        if last is not None:
-            before = last.token_ids
-            if not np.array_equal(before, turn.token_ids[: min(len(before), turn.start)]):
-                expected = f"assistant message {last.number} as a token prefix of message {turn.number}"
-                action = 'this rendering rewrites earlier turns: use rows="turn" (--rows turn), one row a model call'
-                raise row.error("messages", expected, "another rendering", action)
+        at = None if last is None else parting(last, turn)
+        if last is not None and at is not None:
+            expected = f"assistant message {last.number} as a token prefix of message {turn.number}"
+            got = "another rendering"
+            if template is not None:
+                old, new = (template.shown(each.token_ids[at : at + _SHOWN]) for each in (last, turn))
+                got += f" from its token {at} on, {new!r} in place of {old!r}"
+            action = 'this rendering rewrites earlier turns: use rows="turn" (--rows turn), one row a model call'
+            raise row.error("messages", expected, got, action)
         last = turn
         spans.append(turn.span)
     return (np.zeros(0, np.int32) if last is None else last.token_ids), spans
@@ -111,7 +144,7 @@ def _stable(row: Row, turns: Iterator[_Turn]) -> tuple[Ids, list[slice]]:
 
 def _turns(
     row: Row, messages: Sequence[Message], tools: Any, reasoning: Reasoning, template: Template | None
-) -> Iterator[_Turn]:
+) -> Iterator[Turn]:
     own = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     trained = [(number, index) for number, index in enumerate(own) if not messages[index].get("ignore_loss")]
     context = list(messages)
@@ -120,7 +153,7 @@ def _turns(
             context[index] = chatml.without_reasoning(messages[index])
     if template is not None and row.get("render") != "raw":
         for number, index in trained:
-            yield _Turn(number, *template.turn(context[:index], messages[index], tools))
+            yield Turn(number, *template.turn(context[:index], messages[index], tools))
         return
     pieces = _pieces(row, messages, tools, template)
     added = len(pieces) - len(messages)  # a system message may have been put in front
@@ -132,10 +165,10 @@ def _turns(
         before, body, after = pieces[index + added]
         if shorter is pieces:  # all turns are views of one array
             stop = int(ends[index + added]) - len(after)
-            yield _Turn(number, full[:stop], stop - len(body))
+            yield Turn(number, full[:stop], stop - len(body))
         else:
             ids = np.concatenate([*(ids for piece in shorter[: index + added] for ids in piece), before, body])
-            yield _Turn(number, ids, len(ids) - len(body))
+            yield Turn(number, ids, len(ids) - len(body))
 
 
 def _pieces(row: Row, messages: Sequence[Message], tools: Any, template: Template | None) -> list[chatml.Piece]:
@@ -144,16 +177,16 @@ def _pieces(row: Row, messages: Sequence[Message], tools: Any, template: Templat
     return chatml.pieces(messages, tools)
 
 
-def _untrained(row: Row, messages: Sequence[Message], tools: Any, template: Template | None) -> Iterator[_Turn]:
+def _untrained(row: Row, messages: Sequence[Message], tools: Any, template: Template | None) -> Iterator[Turn]:
     """The whole conversation, where no message is trained."""
     if template is not None and row.get("render") != "raw":
         ids = template.render(messages, tools)
     else:
         ids = np.concatenate([ids for piece in _pieces(row, messages, tools, template) for ids in piece])
-    yield _Turn(0, ids, len(ids))
+    yield Turn(0, ids, len(ids))
 
 
-def _rendered(row: Row, turns: Iterator[_Turn]) -> Iterator[_Turn]:
+def _rendered(row: Row, turns: Iterator[Turn]) -> Iterator[Turn]:
     """The turns; what a renderer or a template complains of becomes an error that names the row."""
     while True:
         try:

@@ -61,8 +61,18 @@ class Template:
         )
         return np.asarray(rendered, np.int32)
 
-    def turn(self, context: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Any) -> tuple[Ids, int]:
-        """Context and response of one assistant message, int32 [L], and where the response starts."""
+    def shown(self, token_ids: Ids) -> str:
+        """The text of token ids, special tokens by their names."""
+        return str(self._tokenizer.decode(token_ids.tolist()))
+
+    def turn(
+        self, context: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Any
+    ) -> tuple[Ids, int, Ids]:
+        """Context and response of one assistant message, int32 [L], where the response starts, and the prompt.
+
+        The prompt is what the model was given to continue: the context with the generation prompt, int32 [P]. Where the
+        finished message does not begin with it, the response starts before its end.
+        """
         asked = self.render(context, tools, prompt=True)
         whole = self.render([*context, message], tools)
         shared = min(len(asked), len(whole))
@@ -70,7 +80,7 @@ class Template:
         start = int(differs[0]) if len(differs) else shared
         ends = np.flatnonzero(whole[start:] == self._tokenizer.eos_token_id)
         stop = start + int(ends[-1]) + 1 if len(ends) else len(whole)
-        return whole[:stop], start
+        return whole[:stop], start, asked
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
