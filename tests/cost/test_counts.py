@@ -121,7 +121,8 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
 
 
 DENSE = "Qwen3_5Text,Qwen3,Llama,Mistral,Qwen2,Olmo2,Arcee,Ernie4_5,Gemma,Glm,Glm4,Granite,Helium,HunYuanDenseV1,"
-DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2"
+DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2,Cohere2,Cwm,Exaone4,Gemma2,Gemma3Text,GraniteSWA,Ministral,"
+DENSE += "Olmo3,VaultGemma"
 
 
 @pytest.mark.parametrize("name", [f"{stem}Config" for stem in DENSE.split(",")])

@@ -129,24 +129,33 @@ _GROUPED_SIGMOIDS: Mapping[str, Any] = {
 
 _PLAIN: tuple[tuple[str, str], ...] = (
     ("arcee", "Arcee"),
+    ("cohere2", "Cohere2"),
+    ("cwm", "Cwm"),
     ("ernie4_5", "Ernie4_5"),
+    ("exaone4", "Exaone4"),
     ("gemma", "Gemma"),
+    ("gemma2", "Gemma2"),
+    ("gemma3_text", "Gemma3"),
     ("glm", "Glm"),
     ("glm4", "Glm4"),
     ("granite", "Granite"),
+    ("granite_swa", "GraniteSWA"),
     ("helium", "Helium"),
     ("hunyuan_v1_dense", "HunYuanDenseV1"),
     ("llama", "Llama"),
+    ("ministral", "Ministral"),
     ("ministral3", "Ministral3"),
     ("mistral", "Mistral"),
     ("olmo", "Olmo"),
     ("olmo2", "Olmo2"),
+    ("olmo3", "Olmo3"),
     ("phi3", "Phi3"),
     ("qwen2", "Qwen2"),
     ("qwen3", "Qwen3"),
     ("seed_oss", "SeedOss"),
     ("smollm3", "SmolLM3"),
     ("starcoder2", "Starcoder2"),
+    ("vaultgemma", "VaultGemma"),
 )
 """Causal attention in every layer and a dense MLP: model type, stem of its classes."""
 
@@ -178,14 +187,25 @@ _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
 )
 """The same with experts: model type, stem of its classes, what follows it in the router's, what the router does."""
 
-_MASK_BY_TYPE = ("dots1", "qwen2", "qwen2_moe", "qwen3", "smollm3")
-"""Those of them that take a dictionary of masks."""
-
-_WINDOWS = (
-    *("dots1", "ministral3", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
-    "starcoder2",
+_WINDOW_BY_TYPE = (
+    *("cohere2", "cwm", "dots1", "exaone4", "gemma2", "gemma3_text", "granite_swa", "ministral", "olmo3", "qwen2"),
+    *("qwen2_moe", "qwen3", "smollm3", "vaultgemma"),
 )
-"""Those of them whose layers may have sliding windows."""
+"""Those of them whose layers may have sliding windows, as `layer_types` says; they take a dictionary of masks."""
+
+_ONE_WINDOW = ("ministral3", "mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
+"""Those in which a window is every layer's."""
+
+
+def _plain(name: str, stem: str, **more: Any) -> Family:
+    module = f"{name.removesuffix('_text')}.modeling_{name.removesuffix('_text')}:{stem}Attention"
+    by_type = name in _WINDOW_BY_TYPE
+    return Family(
+        layers=_attention(module, windows=by_type or name in _ONE_WINDOW),
+        mask=None if by_type else _ready_made_mask,
+        **more,
+    )
+
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
@@ -197,17 +217,11 @@ FAMILIES: dict[str, Family] = {
         ),
         fused="harts.models.qwen3_5:FUSED",
     ),
+    **{name: _plain(name, stem) for name, stem in _PLAIN},
     **{
-        name: Family(
-            layers=_attention(f"{name}.modeling_{name}:{stem}Attention", windows=name in _WINDOWS),
-            mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
-        )
-        for name, stem in _PLAIN
-    },
-    **{
-        name: Family(
-            layers=_attention(f"{name}.modeling_{name}:{stem}Attention", windows=name in _WINDOWS),
-            mask=None if name in _MASK_BY_TYPE else _ready_made_mask,
+        name: _plain(
+            name,
+            stem,
             router=Router(module=f"{_MODELS}.{name}.modeling_{name}:{stem}{suffix}", **what),
             fused="harts.models.qwen3_moe:FUSED" if name == "qwen3_moe" else None,
         )

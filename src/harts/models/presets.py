@@ -65,6 +65,11 @@ _GROUPED: Mapping[str, Any] = {
     "experts_implementation": "eager",
 }
 
+_MIXED: Mapping[str, Any] = {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
+
+# low enough to bend what random weights give
+_CAPS: Mapping[str, Any] = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}
+
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-qwen3.5": ("Qwen3_5Text", {**_HYBRID, **_THREE_SECTIONS}),
     "tiny-qwen3": ("Qwen3", {"num_hidden_layers": 2}),
@@ -76,6 +81,15 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "tiny-olmo2": ("Olmo2", {"num_hidden_layers": 2}),
     "tiny-arcee": ("Arcee", {"num_hidden_layers": 2}),
+    "tiny-cohere2": ("Cohere2", {"num_hidden_layers": 2, **_MIXED, "logit_scale": 0.3, "pad_token_id": 0}),
+    "tiny-cwm": ("Cwm", {"num_hidden_layers": 2, **_MIXED, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}),
+    "tiny-exaone4": ("Exaone4", {"num_hidden_layers": 2, **_MIXED}),
+    "tiny-gemma2": ("Gemma2", {"num_hidden_layers": 2, **_MIXED, "query_pre_attn_scalar": 12, **_CAPS}),
+    "tiny-gemma3": ("Gemma3Text", {"num_hidden_layers": 2, **_MIXED, "query_pre_attn_scalar": 12}),
+    "tiny-granite-swa": ("GraniteSWA", {"num_hidden_layers": 2, **_MIXED, "logits_scaling": 2.0}),
+    "tiny-ministral": ("Ministral", {"num_hidden_layers": 2, **_MIXED}),
+    "tiny-olmo3": ("Olmo3", {"num_hidden_layers": 2, **_MIXED}),
+    "tiny-vaultgemma": ("VaultGemma", {"num_hidden_layers": 2, **_MIXED, **_CAPS}),
     "tiny-ernie4.5": ("Ernie4_5", {"num_hidden_layers": 2}),
     "tiny-gemma": ("Gemma", {"num_hidden_layers": 2, "pad_token_id": 0}),
     "tiny-glm": ("Glm", {"num_hidden_layers": 2, "pad_token_id": 0}),
