@@ -145,6 +145,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {},
     "Qwen2Moe": {},
     "Qwen3Next": {"mlp_only_layers": [1]},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "Mixtral": {},
     "Olmoe": {},
     "Dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2},

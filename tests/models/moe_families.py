@@ -12,7 +12,7 @@ from harts.models import PRESETS
 from harts.models.attach import find_backbone
 from harts.models.families import FAMILIES as MODEL_TYPES
 
-SIGMOIDS = ("tiny-dots1", "tiny-glm4-moe", "tiny-hunyuan3", "tiny-minimax-m2", "tiny-solar")
+SIGMOIDS = ("tiny-dots1", "tiny-glm4-moe", "tiny-hunyuan3", "tiny-lfm2-moe", "tiny-minimax-m2", "tiny-solar")
 """Those that score each expert by itself; written out here, as the tests are to find a wrong entry in the table."""
 
 
@@ -54,7 +54,7 @@ def weights_of_forced(name: str, router: Any, logits: Tensor, forced: Tensor) ->
     """The router's weights of experts that it did not choose, as the models' papers write them."""
     if name in SIGMOIDS:
         weights = (1 / (1 + torch.exp(-logits))).gather(1, forced)
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-6 if name == "tiny-lfm2-moe" else 0))
         return weights * {"tiny-hunyuan3": 2.826, "tiny-minimax-m2": 1.0}.get(name, 1.5)
     if name in ("tiny-olmoe", "tiny-flex-olmo"):
         return logits.softmax(-1).gather(1, forced)

@@ -300,6 +300,54 @@ def test_unsupported_models_are_refused_by_name() -> None:
         harts.attach(nn.Linear(2, 2))
 
 
+def test_families_that_do_not_fit_are_refused_with_the_reason() -> None:
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    config = PhimoeConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=16)
+    with pytest.raises(ValueError, match=r"'phimoe' is not supported: its router draws experts in training, .*; HARTS"):
+        harts.attach(PhimoeForCausalLM(config))
+
+
+def test_a_transformers_too_old_for_a_family_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("tiny-lfm2-moe")
+    monkeypatch.setattr("harts.models.refused.__version__", "5.17.0")
+    with pytest.raises(ValueError, match=r"'lfm2_moe' needs transformers 5.18 or newer, got 5.17.0: .*>=5.18"):
+        harts.attach(model)
+    monkeypatch.setattr("harts.models.refused.__version__", "5.18.0.dev0")
+    harts.attach(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("tiny-glm4-moe", ["q_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("tiny-minimax-m2", ["q_proj", "o_proj"]),
+        ("tiny-hunyuan-moe", ["v_proj", "o_proj"]),
+        ("tiny-lfm2-moe", ["in_proj", "out_proj", "q_proj", "w2"]),
+        ("tiny-granite", ["q_proj", "down_proj"]),
+        ("tiny-phi3", ["qkv_proj", "gate_up_proj"]),
+    ],
+)
+def test_lora_of_other_families(name: str, targets: list[str], separate_rows: SeparateRows) -> None:
+    """Against separate rows through transformers and peft, from the same adapters."""
+    peft = pytest.importorskip("peft")
+    trajectories = AWKWARD["star"]
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    with all_fp64():
+        model = tiny_model(name, dtype=torch.float64)
+        torch.manual_seed(0)
+        lora = peft.get_peft_model(model, config).double()
+        expected = separate_rows(lora, trajectories)[0]
+        expected_grads = gradients_of_trained(lora, expected.sum())
+        harts.attach(lora)
+        ours = harts.logprobs(lora, harts.pack(PrefixTree.build(trajectories)))
+        grads = gradients_of_trained(lora, ours.sum())
+    assert len(grads) >= 2 * len(targets)
+    assert all("lora" in key for key in grads)
+    assert float((ours - expected).detach().abs().max()) < 1e-10
+    assert largest_difference(grads, expected_grads) < 1e-8
+
+
 def test_options_that_sharing_would_change_are_refused() -> None:
     chunked = tiny_model("tiny-qwen3", layer_types=["full_attention", "chunked_attention"])
     with pytest.raises(ValueError, match=r"layer types \['chunked_attention'\] are not supported for qwen3"):

@@ -10,6 +10,7 @@ from harts.cost import expert_sizes
 from harts.models.attention import PREFIX, register
 from harts.models.configs import check_adapters, check_config
 from harts.models.families import FAMILIES, Family, layer_types
+from harts.models.refused import REASONS, check_version
 from harts.models.routing import install, uninstall
 from harts.models.seams import check_around, find_head
 from harts.models.twins import swap, swap_back
@@ -126,14 +127,16 @@ def find_backbone(model: nn.Module) -> Backbone:
     family = FAMILIES.get(config.model_type)
     head = inner.get_output_embeddings()
     if family is None:
-        raise ValueError(_unsupported(f"model_type {config.model_type!r}"))
+        raise ValueError(_unsupported(f"model_type {config.model_type!r}", REASONS.get(config.model_type, "")))
+    check_version(config.model_type, family.since)
     if head is None:
         raise ValueError(f"model: expected a causal language model with a head, got {type(inner).__name__}")
     return Backbone(inner, inner.get_decoder(), head, config, family)
 
 
-def _unsupported(what: str) -> str:
-    return f"model: {what} is not supported; HARTS knows {', '.join(FAMILIES)} (see docs/adding-a-model.md)"
+def _unsupported(what: str, reason: str = "") -> str:
+    what = f"{what} is not supported: {reason}" if reason else f"{what} is not supported"
+    return f"model: {what}; HARTS knows {', '.join(FAMILIES)} (see docs/adding-a-model.md)"
 
 
 def _check_layers(backbone: Backbone) -> None:

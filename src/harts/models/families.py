@@ -40,12 +40,14 @@ class Family:
             type of layer.
         router: that of its mixture-of-experts layers; None without any.
         fused: "module:NAME" of the classes, a tuple, that `harts.models.fuse` swaps in; None where nothing is fused.
+        since: first version of transformers whose layers hand the mixers what they need; "" for all that HARTS takes.
     """
 
     layers: Mapping[str, Layer]
     mask: Callable[[torch.device], Any] | None = None
     router: Router | None = None
     fused: str | None = None
+    since: str = ""
 
     def mixer_classes(self) -> dict[str, type[nn.Module]]:
         """The class of the mixer in each type of layer."""
@@ -232,6 +234,26 @@ FAMILIES: dict[str, Family] = {
             **_attention("lfm2.modeling_lfm2:Lfm2Attention"),
             "conv": Layer(f"{_MODELS}.lfm2.modeling_lfm2:Lfm2ShortConv", ShortConv, "harts.models.lfm2:TreeShortConv"),
         },
+        since="5.18",
+    ),
+    "lfm2_moe": Family(
+        layers={
+            **_attention("lfm2_moe.modeling_lfm2_moe:Lfm2MoeAttention"),
+            "conv": Layer(
+                f"{_MODELS}.lfm2_moe.modeling_lfm2_moe:Lfm2MoeShortConv",
+                ShortConv,
+                "harts.models.lfm2_moe:TreeShortConv",
+            ),
+        },
+        router=Router(
+            module=f"{_MODELS}.lfm2_moe.modeling_lfm2_moe:Lfm2MoeTopKRouter",
+            scores="sigmoid",
+            epsilon=1e-6,
+            scale="routed_scaling_factor",
+            bias=ARGUMENT,
+            **_NORMALIZED_BY_CONFIG,
+        ),
+        since="5.18",
     ),
     "qwen3_5_moe_text": Family(
         layers=_hybrid(

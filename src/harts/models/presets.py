@@ -122,6 +122,16 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Lfm2",
         {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "conv_bias": True},
     ),
+    "tiny-lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_hidden_layers": 3,
+            **_EXPERTS,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "tiny-qwen3.5-moe": (
         "Qwen3_5MoeText",
         {**_HYBRID, **_THREE_SECTIONS, **_EXPERTS, "shared_expert_intermediate_size": 32},
@@ -228,11 +238,13 @@ def remember(model: nn.Module) -> None:
 
 def _make_choosy(model: nn.Module) -> None:
     """Scales the routers' weights so that the logits of a token spread by about one, and gives experts a bias."""
-    router = FAMILIES[model.config.get_text_config().model_type].router  # type: ignore[union-attr, operator]
-    if router is None:
+    family = FAMILIES[model.config.get_text_config().model_type]  # type: ignore[union-attr, operator]
+    if family.router is None:
         return
+    kind = family.router_class()
+    for module in model.modules():
+        if type(module) is kind:
+            family.router.weight_of(module).data *= 8
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith((f"mlp.gate.{router.weight}", f"router.{router.weight}")):
-            tensor.data *= 8
         if name.endswith(("e_score_correction_bias", "expert_bias")):  # of the choice
             tensor.data += 0.2 * torch.randn_like(tensor)
