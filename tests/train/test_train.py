@@ -72,6 +72,36 @@ def test_any_plan_gives_the_same_gradients(name: str) -> None:
             assert float((grads[key] - expected).norm()) <= 1e-8 * float(expected.norm()), key
 
 
+def test_shared_tokens_are_trained_once_where_asked() -> None:
+    """Their gradients are those of the same step with the token unset in all trajectories but its first."""
+    trajectories = [dataclasses.replace(one, group="search") for one in rollouts()]
+    seen: set[tuple[int, ...]] = set()
+    alone = []
+    for one in trajectories:
+        mask = one.loss_mask.copy()
+        for at in np.flatnonzero(mask):
+            path = tuple(one.token_ids[: at + 1].tolist())
+            mask[at] = path not in seen
+            seen.add(path)
+        alone.append(dataclasses.replace(one, loss_mask=mask))
+    assert sum(one.num_trained for one in alone) < 0.9 * sum(one.num_trained for one in trajectories)
+    with all_fp64():
+        model = harts.attach(tiny_model("tiny-qwen3.5", dtype=torch.float64))
+        found = []
+        for each, shared, budget in (
+            (trajectories, "once", 100_000),
+            (trajectories, "once", 200),
+            (alone, "each", 300),
+        ):
+            loss = make_loss(LossConfig(algorithm="supervised", shared_tokens=shared))  # type: ignore[arg-type]
+            metrics = accumulate(model, plan_step(each, token_budget=budget), loss).metrics
+            found.append((metrics.values()["loss"], gradients(model)))
+    for value, grads in found[:2]:
+        assert value == pytest.approx(found[2][0], rel=1e-12)
+        for key, expected in found[2][1].items():
+            assert float((grads[key] - expected).norm()) <= 1e-8 * float(expected.norm()), key
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
 def test_replicas_without_work_run_a_dummy_and_add_nothing(name: str, recorded: bool) -> None:

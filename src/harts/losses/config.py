@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["Algorithm", "KLEstimator", "LossConfig", "Normalization"]
+__all__ = ["Algorithm", "KLEstimator", "LossConfig", "Normalization", "SharedTokens"]
 
 Algorithm = Literal["supervised", "reinforce", "ppo", "grpo", "gspo", "gspo_token", "cispo"]
 Normalization = Literal["token", "sequence", "group", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
+SharedTokens = Literal["each", "once"]
 
 # Half-widths (low, high) of the interval [1 - low, 1 + high] for the importance ratio, where none are given.
 # ppo, grpo: arXiv:1707.06347. gspo: arXiv:2507.18071, section 5.1. cispo: no lower bound (arXiv:2506.13585) and weights
@@ -48,6 +49,9 @@ class LossConfig:
         tis_cap: truncated importance sampling: a token's policy loss is multiplied by
             min(pi_old / pi_behaviour, tis_cap), a constant for the gradient, where the sampler's probabilities differ
             from the trainer's. None: not.
+        shared_tokens: a token that k trajectories train counts k times ("each", as on separate rows) or, within its
+            rollout, once ("once": with weight 1/k in each of them); see `harts.losses.own_once`. Not for gspo, whose
+            ratio joins all tokens of a sequence.
 
     Raises:
         ValueError: an unknown name, a number out of range, or a setting that this algorithm does not use.
@@ -63,12 +67,16 @@ class LossConfig:
     entropy_coef: float = 0.0
     max_length: int | None = None
     tis_cap: float | None = None
+    shared_tokens: SharedTokens = "each"
 
     def __post_init__(self) -> None:
         self._check_name("algorithm", get_args(Algorithm))
         if self.normalization is not None:
             self._check_name("normalization", get_args(Normalization))
         self._check_name("kl_estimator", get_args(KLEstimator))
+        self._check_name("shared_tokens", get_args(SharedTokens))
+        if self.shared_tokens == "once" and self.algorithm == "gspo":
+            raise _error("shared_tokens", "'each' with algorithm='gspo'", "'once'", "use algorithm='gspo_token'")
         self._check_number("clip_low", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         self._check_number("clip_high", "a number >= 0", lambda x: x >= 0)
         self._check_number("dual_clip", "a number > 1", lambda x: x > 1)

@@ -4,13 +4,14 @@ S trajectories ("sequences") of the step
 R sequences with trained tokens in the microbatch
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from harts.losses.config import Normalization
+from harts.losses.config import Normalization, SharedTokens
+from harts.losses.sharing import own_once
 from harts.trajectory import Trajectory
 
 __all__ = ["StepDenominators"]
@@ -35,18 +36,24 @@ class StepDenominators:
     - "constant": 1 / (S max_length), where S counts all sequences, those without a trained token too: nothing depends
       on lengths. Dr. GRPO (arXiv:2503.20783).
 
+    Where tokens that k trajectories train count once (`share_of_S`), such a token has 1/k of its sequence's weight, and
+    counts as 1/k in t_s and T_g: weights still add up to 1.
+
     Attributes:
         tokens_of_S: int64 [S] on the CPU: trained tokens of each sequence.
         group_of_S: int64 [S] on the CPU, the sequence's group, or None where sequences have none.
         names: what messages call the sequences [S]; empty if they have no names.
+        share_of_S: S tensors float64 [t_s] on the CPU, in (0, 1]: what each trained token of the sequence counts as; or
+            None, where each counts as 1.
 
     Raises:
-        ValueError: shapes differ, a count is negative, or no token of the step is trained.
+        ValueError: shapes differ, a count is negative, a share is not in (0, 1], or no token of the step is trained.
     """
 
     tokens_of_S: Tensor
     group_of_S: Tensor | None = None
     names: tuple[str, ...] = ()
+    share_of_S: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         counts = self.tokens_of_S
@@ -68,19 +75,55 @@ class StepDenominators:
             )
         if self.names and len(self.names) != len(counts):
             raise ValueError(f"names: expected {len(counts)}, got {len(self.names)}; give every sequence one or none")
+        if self.share_of_S is not None:
+            self._check_shares(self.share_of_S)
+
+    def _check_shares(self, share_of_S: tuple[Tensor, ...]) -> None:
+        counts = self.tokens_of_S.tolist()
+        if [len(share_T) for share_T in share_of_S] != counts:
+            raise ValueError(
+                f"share_of_S: expected a share for each trained token of {len(counts)} sequences, got other numbers; "
+                "give those of own_once at the trained tokens"
+            )
+        if any(((share_T <= 0) | (share_T > 1)).any() for share_T in share_of_S):
+            raise ValueError("share_of_S: expected shares above 0 and at most 1, got others; give those of own_once")
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "StepDenominators":
+    def from_trajectories(
+        cls,
+        trajectories: Sequence[Trajectory],
+        *,
+        shared_tokens: SharedTokens = "each",
+        rollouts: Sequence[Hashable] | None = None,
+    ) -> "StepDenominators":
         """The counts of a step made of these trajectories; their order numbers the sequences.
 
         Groups are there only if every trajectory names its group.
+
+        Args:
+            trajectories: those of the step.
+            shared_tokens: as in the loss's config, see `LossConfig`.
+            rollouts: with "once", what was sampled together; see `harts.losses.own_once`.
+
+        Raises:
+            ValueError: as the class and `own_once`, or rollouts without "once".
         """
+        shares = None
+        if shared_tokens == "once":
+            weights = own_once(trajectories, rollouts)
+            shares = tuple(
+                torch.from_numpy(weight[trajectory.loss_mask])
+                for weight, trajectory in zip(weights, trajectories, strict=True)
+            )
+        elif rollouts is not None:
+            raise ValueError(f"rollouts: expected none with shared_tokens={shared_tokens!r}, got some; leave them out")
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(t.group, len(numbers)) for t in trajectories]
         return cls(
             tokens_of_S=torch.tensor([t.num_trained for t in trajectories], dtype=torch.int64),
             group_of_S=torch.tensor(groups, dtype=torch.int64) if "" not in numbers else None,
             names=tuple(t.name for t in trajectories),
+            share_of_S=shares,
         )
 
     @classmethod
@@ -96,6 +139,8 @@ class StepDenominators:
     def sequence_weights(self, normalization: Normalization, max_length: int | None = None) -> Tensor:
         """The weight of each trained token of each sequence: float64 [S] on the CPU, 0 where none is trained.
 
+        A token that counts as a share has that share of it, see `shares_of`.
+
         Args:
             normalization: "token", "sequence", "group" or "constant".
             max_length: the constant of "constant"; not read otherwise.
@@ -104,6 +149,8 @@ class StepDenominators:
             ValueError: an unknown normalization, "group" without groups, or "constant" without max_length.
         """
         tokens_S = self.tokens_of_S.double()
+        if self.share_of_S is not None:
+            tokens_S = torch.stack([share_T.sum() for share_T in self.share_of_S])
         if normalization == "token":
             divisor_S = tokens_S.sum().expand_as(tokens_S)
         elif normalization == "sequence":
@@ -125,7 +172,17 @@ class StepDenominators:
                 f"normalization: expected one of token, sequence, group, constant, got {normalization!r}; "
                 "choose one of them"
             )
-        return torch.where(tokens_S > 0, 1 / divisor_S.clamp(min=1), 0.0)
+        return torch.where(tokens_S > 0, 1 / divisor_S.where(tokens_S > 0, 1.0), 0.0)
+
+    def shares_of(self, sequence_of_R: Tensor) -> Tensor | None:
+        """What the trained tokens of these sequences count as, one sequence after another: float64 [T] on the CPU.
+
+        None where each counts as 1.
+        """
+        if self.share_of_S is None:
+            return None
+        none = torch.zeros(0, dtype=torch.float64)
+        return torch.cat([none, *(self.share_of_S[sequence] for sequence in sequence_of_R.tolist())])
 
     def check_whole(self, sequence_of_R: Tensor, tokens_of_R: Tensor) -> None:
         """Refuses a microbatch that holds a part of a sequence, its tokens scattered, or a sequence twice.

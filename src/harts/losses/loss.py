@@ -74,10 +74,17 @@ class Loss:
 
         Raises:
             ValueError: an input is missing or not finite at a trained token, a ratio overflows, a trajectory is not
-                whole, or advantages differ within a sequence with "gspo".
+                whole, advantages differ within a sequence with "gspo", or the denominators count shared tokens
+                otherwise than the config says.
         """
         config = self.config
         tokens = inputs.trained()
+        if (config.shared_tokens == "once") != (denominators.share_of_S is not None):
+            made = "each" if denominators.share_of_S is None else "once"
+            raise ValueError(
+                f"denominators: expected those of shared_tokens={config.shared_tokens!r}, as the loss has it, got "
+                f"those of {made!r}; make them with StepDenominators.from_trajectories(..., shared_tokens=...)"
+            )
         denominators.check_whole(tokens.sequence_of_R, tokens.tokens_of_R)
         self._check_inputs(tokens, denominators)
         term = POLICY_LOSSES[config.algorithm](tokens, config)
@@ -85,9 +92,7 @@ class Loss:
         kl_T = self._kl(tokens)
         self._check_terms(tokens, denominators, term, policy_T, kl_T, importance_T)
 
-        weights_S = denominators.sequence_weights(config.averaging, config.max_length)
-        sequence_of_T = tokens.sequence_of_R[tokens.run_of_T]
-        weights_T = send(weights_S, sequence_of_T.device)[sequence_of_T].to(policy_T.dtype)
+        weights_T = self._weights(tokens, denominators).to(policy_T.dtype)
         parts = {"policy_loss": (weights_T * policy_T).sum()}
         if config.kl_coef > 0 and kl_T is not None:
             parts["kl_loss"] = config.kl_coef * (weights_T * kl_T).sum()
@@ -96,6 +101,15 @@ class Loss:
         loss = torch.stack(list(parts.values())).sum()
         metrics = self._metrics({"loss": loss, **parts}, tokens, term, kl_T, importance_T)
         return LossOutput(loss=loss, metrics=metrics)
+
+    def _weights(self, tokens: TrainedTokens, denominators: StepDenominators) -> Tensor:
+        """The weight of each token, float64 [T]."""
+        config = self.config
+        weights_S = denominators.sequence_weights(config.averaging, config.max_length)
+        sequence_of_T = tokens.sequence_of_R[tokens.run_of_T]
+        weights_T = send(weights_S, sequence_of_T.device)[sequence_of_T]
+        shares_T = denominators.shares_of(tokens.sequence_of_R)
+        return weights_T if shares_T is None else weights_T * send(shares_T, weights_T.device)
 
     # -- parts --------------------------------------------------------------------------------------------------
 

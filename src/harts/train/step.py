@@ -156,7 +156,7 @@ def accumulate(
         router_step: from `count_routes`.
         kernels: implementations of the ops.
     """
-    denominators = StepDenominators.from_trajectories(step.trajectories)
+    denominators = StepDenominators.from_trajectories(step.trajectories, shared_tokens=loss.config.shared_tokens)
     filled = sum(not part.is_empty for slot in step.plan.microbatches for part in slot)
     total: LossMetrics | None = None
     router_loss, statistics = 0.0, []
