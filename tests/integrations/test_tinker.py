@@ -132,7 +132,7 @@ def test_mask_and_everything() -> None:
             {"target_tokens": [2, 9, 4]},
             r"datum 0, target_tokens: expected the next token of model_input, 3, at place 1",
         ),
-        ({"weights": [1.0, 1.0]}, r"datum 0, weights: expected one value a token of model_input, \[3\], came \[2\]"),
+        ({"weights": [1.0, 1.0]}, r"datum 0, weights: expected one value a token of model_input, \[3\], got \[2\]"),
         ({"weights": [1.0, float("nan"), 1.0]}, r"datum 0, weights: expected finite numbers"),
         ({"target_tokens": [[2, 3], [3, 4], [4, 5]]}, r"datum 0, target_tokens: expected one value a token"),
     ],
@@ -147,7 +147,7 @@ def test_bad_data_is_named(changes: dict[str, Any], message: str) -> None:
 def test_bad_calls_are_named() -> None:
     client = TrainingClient(tiny_model("tiny-qwen3"))
     one = [Datum([1, 2], {"target_tokens": [2, 3]})]
-    with pytest.raises(ValueError, match="expected one of cross_entropy, importance_sampling, ppo, cispo, came 'dro'"):
+    with pytest.raises(ValueError, match="expected one of cross_entropy, importance_sampling, ppo, cispo, got 'dro'"):
         client.forward_backward(one, "dro")
     with pytest.raises(ValueError, match="cross_entropy has no option 'clip'"):
         client.forward_backward(one, "cross_entropy", {"clip": 1.0})

@@ -112,7 +112,7 @@ class TrainingClient:
         """
         if loss_fn not in LOSSES:
             raise ValueError(
-                f"loss_fn: expected one of {', '.join(LOSSES)}, came {loss_fn!r}; or forward_backward_custom"
+                f"loss_fn: expected one of {', '.join(LOSSES)}, got {loss_fn!r}; or forward_backward_custom"
             )
         required, clips, formula = LOSSES[loss_fn]
         clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2} if clips else {}
@@ -141,7 +141,7 @@ class TrainingClient:
         """
         parameters = [each for each in self.model.parameters() if each.requires_grad]
         if all(each.grad is None for each in parameters):
-            raise ValueError("optim_step: expected gradients of a forward_backward before it, came none")
+            raise ValueError("optim_step: expected gradients of a forward_backward before it, got none")
         if self._optimizer is None:
             self._optimizer = torch.optim.AdamW(parameters)
         for group in self._optimizer.param_groups:
@@ -156,7 +156,7 @@ class TrainingClient:
     def _score(self, rows: Sequence[_Row]) -> list[Tensor]:
         trajectories = [row.trajectory for row in rows]
         if not trajectories:
-            raise ValueError("data: expected at least one datum, came none")
+            raise ValueError("data: expected at least one datum, got none")
         values = logprobs(self.model, trajectories, token_budget=self.token_budget)
         lengths = [len(each) for each in trajectories]
         return [each[1:] for each in torch.split(values, lengths)]
@@ -216,21 +216,21 @@ def _read(number: int, datum: Any, required: Sequence[str]) -> _Row:
     tokens = np.asarray(given.to_ints() if hasattr(given, "to_ints") else given)
     arrays = {name: np.asarray(_array(value)) for name, value in datum.loss_fn_inputs.items()}
     if missing := [name for name in ("target_tokens", *required) if name not in arrays]:
-        raise ValueError(f"datum {number}, loss_fn_inputs: expected {missing[0]!r}, came {sorted(arrays)}")
+        raise ValueError(f"datum {number}, loss_fn_inputs: expected {missing[0]!r}, got {sorted(arrays)}")
     for name in {"target_tokens", *required, *(arrays.keys() & {"weights", "mask"})}:
         if arrays[name].shape != tokens.shape or tokens.ndim != 1:
             raise ValueError(
-                f"datum {number}, {name}: expected one value a token of model_input, {list(tokens.shape)}, came "
+                f"datum {number}, {name}: expected one value a token of model_input, {list(tokens.shape)}, got "
                 f"{list(arrays[name].shape)}"
             )
         if not np.isfinite(arrays[name]).all():
-            raise ValueError(f"datum {number}, {name}: expected finite numbers, came {arrays[name].tolist()}")
+            raise ValueError(f"datum {number}, {name}: expected finite numbers, got {arrays[name].tolist()}")
     targets = arrays["target_tokens"]
     scored = arrays.get("weights", arrays.get("mask", np.ones(len(tokens)))) != 0
     if (bad := np.flatnonzero(scored[:-1] & (targets[:-1] != tokens[1:]))).size:
         raise ValueError(
             f"datum {number}, target_tokens: expected the next token of model_input, {tokens[bad[0] + 1]}, at place "
-            f"{bad[0]}, came {targets[bad[0]]}; targets are inputs shifted by one"
+            f"{bad[0]}, got {targets[bad[0]]}; targets are inputs shifted by one"
         )
     trajectory = Trajectory(
         token_ids=np.append(tokens, targets[-1:] if scored[-1] else tokens[-1:]),
