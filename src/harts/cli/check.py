@@ -12,6 +12,8 @@ from rich.markup import escape
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype
 from harts.models import attach
+from harts.models.attach import find_backbone
+from harts.models.describe import FamilyFacts, family_facts
 from harts.testing.compare import Comparison, compare
 from harts.testing.routes import RouteStability, has_routers, route_stability
 from harts.testing.trees import AWKWARD, random_trajectories
@@ -72,6 +74,7 @@ def check(
         batches, left_out = _built_in(workloads, scale=scale, trees=trees, seed=seed, data_dir=data_dir)
     compared: list[tuple[str, Comparison]] = []
     routed: list[RouteStability] = []
+    facts = None
     with output.watch("check") as tell:
         for name, trajectories in batches:
             tell(f"{name}, {len(trajectories)} rows, {sum(map(len, trajectories)):,} tokens")
@@ -82,9 +85,10 @@ def check(
             else:
                 tested = load_model(model, dtype=to_dtype(dtype), device=device)
             compared.append((name, compare(tested, trajectories, seed=seed)))
+            facts = family_facts(find_backbone(tested).config)
             if dtype != "float64" and has_routers(tested):
                 routed.append(route_stability(attach(tested), trajectories))
-    document = _document(model, dtype, compared) | _routes(routed) | {"left_out": left_out}
+    document = _document(model, dtype, compared, facts) | _routes(routed) | {"left_out": left_out}
     output.emit(document, as_json, lambda console: _render(console, document, compared))
     if not document["ok"]:
         raise typer.Exit(1)
@@ -116,7 +120,9 @@ def _built_in(workloads: str, *, scale: float, trees: bool, seed: int, data_dir:
     return batches, left_out
 
 
-def _document(model: str, dtype: str, compared: Sequence[tuple[str, Comparison]]) -> dict[str, Any]:
+def _document(
+    model: str, dtype: str, compared: Sequence[tuple[str, Comparison]], facts: FamilyFacts | None
+) -> dict[str, Any]:
     results = [result for _, result in compared]
     trained = sum(each.trained for each in results)
     equal = sum(each.logprob_bitwise_equal_fraction * each.trained for each in results)
@@ -125,6 +131,7 @@ def _document(model: str, dtype: str, compared: Sequence[tuple[str, Comparison]]
     return {
         "model": model,
         "dtype": dtype,
+        "family": None if facts is None else dataclasses.asdict(facts),
         "logprob_max_abs": _largest([each.logprob_max_abs for each in results]),
         "entropy_max_abs": _largest([each.entropy_max_abs for each in results]),
         "logprob_bitwise_equal_fraction": equal / trained,

@@ -1,20 +1,28 @@
 """Which implementations of the ops a model runs with where nothing is named."""
 
+import copy
 import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
+from harts.mixers import Attention, GatedDeltaRule, Mixer, ShortConv
 from harts.models.attach import find_backbone
 from harts.models.families import layer_types
 from harts.models.sharded import compute_device, compute_dtype
 from harts.ops.kernels import Kernels
 
-__all__ = ["default_kernels"]
+__all__ = ["default_kernels", "has_kernel"]
 
 _HALF = (torch.bfloat16, torch.float16)
 _SINKS = ("gpt_oss",)
+_OP_OF_MIXER: dict[type[Mixer], str] = {
+    Attention: "attention",
+    GatedDeltaRule: "gated_delta_rule",
+    ShortConv: "causal_conv1d",
+}
+"""Those that have kernels which are taken by default."""
 
 
 def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels:
@@ -54,3 +62,21 @@ def _choose(fastest: Kernels, dtype: torch.dtype, config: Any) -> Kernels:
     if dtype == torch.float64:
         changes |= {"row_logprobs": plain.row_logprobs, "chunk_rows": plain.chunk_rows}
     return dataclasses.replace(fastest, **changes)
+
+
+def has_kernel(mixer: type[Mixer], config: Any) -> bool:
+    """Whether a mixer runs a kernel by default on a CUDA GPU in bf16, in a model without sliding windows and with heads
+    of 128 channels.
+
+    Args:
+        mixer: of the model's family.
+        config: the model's text config.
+    """
+    op = _OP_OF_MIXER.get(mixer)
+    if op is None:
+        return False
+    config = copy.deepcopy(config)
+    config.head_dim = config.linear_key_head_dim = config.linear_value_head_dim = 128
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    fastest = Kernels(gated_delta_rule="triton", causal_conv1d="triton", attention="varlen")
+    return bool(getattr(_choose(fastest, torch.bfloat16, config), op) == getattr(fastest, op))
