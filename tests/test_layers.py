@@ -11,7 +11,7 @@ ROOT = Path(harts.__file__).parent
 
 # A package may import itself and what stands in an earlier line; names in one line do not import each other.
 ORDER = [
-    {"trajectory", "files", "transfer"},
+    {"trajectory", "files", "transfer", "escapes"},
     {"tree", "formats", "vocabulary"},
     {"chains"},
     {"blocks"},

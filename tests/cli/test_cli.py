@@ -146,7 +146,7 @@ def test_interrupted_exits_with_130() -> None:
     command = [sys.executable, "-c", ignore, sys.executable, "-c", f"{own}; import harts.cli as c; c.main()", "check"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stderr is not None
-        while "check: " not in child.stderr.readline():
+        while "check:" not in child.stderr.readline():
             time.sleep(0.01)
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=60)
@@ -253,7 +253,7 @@ def test_check_reads_a_saved_model(rollouts: Path, tmp_path: Path) -> None:
 
 
 def test_check_fails_where_the_initial_state_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = importlib.import_module("harts.ops.gated_delta_rule.reference")
+    reference = importlib.import_module("harts.ops.linear_attention.reference")
     recur = reference._recur
 
     def from_zero(u: Any, w: Any, *rest: Any) -> Any:

@@ -1,12 +1,14 @@
 """harts plan, harts show and harts inspect --explain."""
 
+import ast
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.text import Text
 from typer.testing import CliRunner
 
 from harts.cli import app, output
@@ -187,10 +189,46 @@ def test_show_refuses_a_name_that_is_no_page_before_it_reads(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_titles_and_values_of_tables_are_no_markup() -> None:
-    console = Console(record=True, width=80, file=io.StringIO())
-    console.print(output.key_values("cost model -> [/b].json", {"[INST]": "[/b]\x1b[31m"}))
-    text = console.export_text()
-    assert "cost model -> [/b].json" in " ".join(text.split())
-    assert "[INST]" in text
-    assert "[/b]\\x1b[31m" in text
+HOSTILE = "[/b]\x1b[31m\u202e\x07x"
+SHOWN = "[/b]\\x1b[31m\\u202e\\x07x"
+
+
+def test_no_text_is_markup_nor_obeyed_on_a_console_of_ours() -> None:
+    console = output.PlainConsole(width=80, file=io.StringIO(), force_terminal=True)
+    table = output.table(HOSTILE, HOSTILE)
+    table.add_row(HOSTILE)
+    for text in (HOSTILE, Text(HOSTILE, "bold"), table, output.key_values(HOSTILE, {HOSTILE: HOSTILE})):
+        with console.capture() as captured:
+            console.print(text, highlight=False)
+        found = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())  # our own styles
+        assert (SHOWN.replace("\\x07", "") if isinstance(text, Text) else SHOWN) in found  # rich's Text drops a bell
+        assert not {"\x1b", "\x07", "\u202e"} & set(found)
+    with console.capture() as captured:
+        console.print(output.marked("fails", "bold red", "a\nb"))
+    assert "\x1b[1;31mfails\x1b[0m a\nb" in captured.get()
+
+
+def test_commands_print_through_consoles_of_ours_alone() -> None:
+    for path in sorted(Path(output.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                version = path.name == "__init__.py" and name == "typer.echo"
+                straight = name in ("print", "typer.echo", "rich.print") or name.split(".")[-1] == "Console"
+                assert version or not straight, f"{path.name}:{node.lineno}"
+
+
+def test_paths_that_were_written_are_shown_as_escapes(tmp_path: Path) -> None:
+    name = "[b]\x1b[31m"
+    for arguments in (("plan", TAU, "--token-budget", "20000", "-o"), ("show", TAU, "-o")):
+        ending = ".html" if arguments[0] == "show" else ".json"
+        text = "".join(run(arguments[0], *arguments[1:], tmp_path / (name + ending)).output.split())
+        assert "[b]\\x1b[31m" + ending in text
+        assert "\x1b" not in text
+
+
+def test_progress_says_its_title_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.watch("check [b]") as tell:
+        tell("one")
+        tell("[/b] two\x1b")
+    assert capsys.readouterr().err == "check [b]:\n  one\n  [/b] two\\x1b\n"

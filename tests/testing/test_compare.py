@@ -88,7 +88,7 @@ def _no_initial_state(u: Tensor, w: Tensor, *_: object) -> tuple[Tensor, ...]:
 def test_fails_where_branches_start_from_a_zero_state(
     dtype: torch.dtype, model: torch.nn.Module, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta_reference, "_recur", _no_initial_state)
+    monkeypatch.setattr(importlib.import_module("harts.ops.linear_attention.reference"), "_recur", _no_initial_state)
     result = compare(model, trajectories, dtype=dtype)
     assert not result.ok
     assert any("log-prob" in failure for failure in result.failures)

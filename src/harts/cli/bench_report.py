@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from harts.cli import output
 from harts.files import check_target, write_text
@@ -141,13 +140,13 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
     for each in timed:
         for arm, found in each["arms"].items():
             if not found["agrees"]:
-                console.print(
-                    f"[bold red]fails[/] {escape(each['workload'])}, {arm}: its log-probs differ by "
-                    f"{output.number(found['logprob_max_abs'])} from those of {found['compared_with']}; no speed is "
-                    "shown. Run harts check with this model."
+                why = (
+                    f"{each['workload']}, {arm}: its log-probs differ by {output.number(found['logprob_max_abs'])} "
+                    f"from those of {found['compared_with']}; no speed is shown. Run harts check with this model."
                 )
+                console.print(output.marked("fails", "bold red", why))
         for arm, why in each["left_out"].items():
-            console.print(f"{escape(each['workload'])}, {arm}: left out for want of {why}")
+            console.print(f"{each['workload']}, {arm}: left out for want of {why}")
 
 
 def _title(each: Mapping[str, Any]) -> str:

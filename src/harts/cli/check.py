@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from harts.cli import options, output
 from harts.cli.model import Device, DtypeChoice, Model, is_preset, load_model, to_dtype
@@ -180,12 +179,12 @@ def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple
             f"{each.logprob_bitwise_equal_fraction:.1%}",
             *(shown(value) for value in (each.entropy_max_abs, each.grad_max_rel)),
             *(shown(value) for value in (() if exact else ratios)),
-            "[green]ok[/]" if each.ok else "[bold red]fails[/]",
+            output.marked("ok", "green") if each.ok else output.marked("fails", "bold red"),
         )
     console.print(results)
     if document["left_out"]:
-        names = escape(", ".join(document["left_out"]))
-        console.print(f"\n[yellow]left out:[/] {names}: their data are not here; name their folder with --data-dir")
+        why = f"{', '.join(document['left_out'])}: their data are not here; name their folder with --data-dir"
+        console.print(output.marked("\nleft out:", "yellow", why))
     console.print(
         f"\nLargest differences: log-prob {shown(document['logprob_max_abs'])}, entropy "
         f"{shown(document['entropy_max_abs'])}, gradient {shown(document['grad_max_rel'])} of its norm."
@@ -197,6 +196,6 @@ def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple
         )
     for name, each in compared:
         for failure in each.failures:
-            console.print(f"[bold red]fails[/] {escape(name)}: {escape(failure)}")
+            console.print(output.marked("fails", "bold red", f"{name}: {failure}"))
     if document["ok"]:
-        console.print(f"[bold green]ok[/]: every law holds on {len(compared)} batches.")
+        console.print(output.marked("ok:", "bold green", f"every law holds on {len(compared)} batches."))

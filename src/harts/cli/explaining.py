@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.text import Text
 
 from harts.cli import output
+from harts.escapes import escaped
 from harts.explain import REMEDIES, Miss, Report, Sizes
 from harts.formats.stability import Change, Stability
-from harts.viz.escapes import escaped
 
 __all__ = ["render", "render_stability"]
 

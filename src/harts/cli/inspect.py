@@ -11,13 +11,13 @@ from rich.text import Text
 from harts.blocks import Blocks
 from harts.cli import explaining, options, output
 from harts.cost import count
+from harts.escapes import escaped
 from harts.explain import explain as find_misses
 from harts.explain.report import sizes_of
 from harts.formats.decoding import decoder_for
 from harts.formats.stability import template_stability
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, count_rows_without_routes
-from harts.viz.escapes import escaped
 
 __all__ = ["describe", "inspect"]
 

@@ -7,13 +7,37 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
-from harts.viz.escapes import escaped
+from harts.escapes import escaped
 
-__all__ = ["complain", "emit", "finite", "key_values", "number", "table", "watch"]
+__all__ = ["PlainConsole", "complain", "emit", "finite", "key_values", "marked", "number", "table", "watch"]
+
+
+class PlainConsole(Console):
+    """A console on which text is only text: what comes from data, paths and errors is shown as it is.
+
+    Every command prints through one. No string is markup (`Text` has styles), and what a terminal would obey is shown
+    as an escape.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """A string as text; here rich would drop some control characters without a trace."""
+        return super().render_str(escaped(text, keep="\n"), **settings)
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Segments with control and bidirectional characters of texts as escapes; rich's own controls stay."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(escaped(segment.text, keep="\n"), segment.style)
 
 
 def emit(document: Mapping[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:
@@ -27,36 +51,35 @@ def emit(document: Mapping[str, Any], as_json: bool, render: Callable[[Console],
     if as_json:
         sys.stdout.write(json.dumps(finite(document), indent=2) + "\n")
         return
-    console = Console()
+    console = PlainConsole()
     if not console.is_terminal:
-        console = Console(width=200)  # a file or pipe has no width of its own
+        console = PlainConsole(width=200)  # a file or pipe has no width of its own
     render(console)
 
 
 def complain(message: str) -> None:
     """Prints an error to standard error, in one line where it is one."""
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(message)}", highlight=False)
+    PlainConsole(stderr=True, soft_wrap=True).print(marked("error:", "bold red", message), highlight=False)
 
 
 @contextmanager
 def watch(title: str) -> Iterator[Callable[[str], None]]:
     """Shows on standard error what is being done; the function given tells it.
 
-    On a terminal one line is overwritten; elsewhere every message is a line.
+    On a terminal one line is overwritten; elsewhere the title is a line, and every message one below it.
     """
-    console = Console(stderr=True, soft_wrap=True)
+    console = PlainConsole(stderr=True, soft_wrap=True)
     if console.is_terminal:
-        with console.status(escape(title)) as status:
-            yield lambda message: status.update(f"{escape(title)}: {_plain(message)}")
+        with console.status(Text(title)) as status:
+            yield lambda message: status.update(Text(escaped(f"{title}: {message}")))
     else:
-        yield lambda message: console.print(f"{escape(title)}: {_plain(message)}", highlight=False)
+        console.print(f"{title}:", highlight=False)
+        yield lambda message: console.print(f"  {message}", highlight=False)
 
 
 def table(title: str, *columns: str, left: int = 1) -> Table:
-    """An empty table; the first `left` columns hold words, the others numbers. No title is markup."""
-    made = Table(
-        title=_plain(title), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
+    """An empty table; the first `left` columns hold words, the others numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index < left else "right", overflow="fold", header_style="dim")
     return made
@@ -67,13 +90,13 @@ def key_values(title: str, values: Mapping[str, str]) -> Table:
     made = table(title, "", "", left=2)
     made.show_header = False
     for name, value in values.items():
-        made.add_row(_plain(name), _plain(value))
+        made.add_row(name, value)
     return made
 
 
-def _plain(message: str) -> str:
-    """A message as it is: no part of it is markup, and a terminal obeys none of its characters but the line's end."""
-    return escape(escaped(message, keep="\n"))
+def marked(word: str, style: str, text: str = "") -> Text:
+    """A word in a style, and text after it."""
+    return Text.assemble((word, style), escaped(" " + text, keep="\n") if text else "")
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from harts.cli import options, output
@@ -92,11 +91,12 @@ def _render(console: Console, made: Plan, document: dict[str, Any], most: int) -
     if most:
         _list_slots(console, made, most)
     for hint in made.hints:
-        console.print(f"[bold yellow]hint[/] {escape(hint)}")
+        console.print(output.marked("hint", "bold yellow", hint))
     if "out" in document:
-        console.print(f"written to {document['out']}", markup=False, highlight=False)
+        console.print(f"written to {document['out']}", highlight=False)
     if "ok" in document:
-        console.print("[bold green]ok[/]: every law holds" if document["ok"] else Text(document["failure"], "bold red"))
+        well = output.marked("ok:", "bold green", "every law holds")
+        console.print(well if document["ok"] else Text(document["failure"], "bold red"))
 
 
 def _list_slots(console: Console, made: Plan, most: int) -> None:

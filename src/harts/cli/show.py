@@ -103,7 +103,7 @@ def _render(
         highlight=False,
     )
     if "out" in document:
-        console.print(f"written to {document['out']}", markup=False, highlight=False)
+        console.print(f"written to {document['out']}", highlight=False)
         return
     console.print("tokens x trajectories, trained share, ends of trajectories, text", style="dim")
     for line in draw_tree(tree, decoder=decoder, max_lines=max_lines, width=max(40, console.width)):

@@ -44,8 +44,8 @@ def train(
     numbers = {"steps": steps, "token_budget": token_budget, "device": device}
     changes = {**{name: None if path is None else str(path) for name, path in paths.items()}, **numbers}
     settings = TrainConfig.load(config, {name: value for name, value in changes.items() if value is not None})
-    console = Console(stderr=True, soft_wrap=True)
-    trainer = Trainer(settings, out, resume=resume, log=lambda line: console.print(line, highlight=False, markup=False))
+    console = output.PlainConsole(stderr=True, soft_wrap=True)
+    trainer = Trainer(settings, out, resume=resume, log=lambda line: console.print(line, highlight=False))
     try:
         document = _run(trainer, console, look)
     except Interrupted as interrupted:

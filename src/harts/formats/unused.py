@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Sequence
 
+from harts.escapes import escaped
 from harts.formats.rows import Row
 
 __all__ = ["ALWAYS", "Unused"]
@@ -41,7 +42,7 @@ class Unused:
             self._said.update(new)
             _LOG.warning(
                 "%s: present and not used: %s (read as %s; docs/data.md has the fields that are)",
-                row.place,
-                ", ".join(name.encode("unicode_escape").decode() for name in new),
+                escaped(row.place),
+                escaped(", ".join(new)),
                 self._fmt,
             )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
+from harts.escapes import escaped
 from harts.formats.decoding import Decoder
 from harts.tree import PrefixTree
-from harts.viz.escapes import escaped
 
 __all__ = ["draw_tree"]
 
