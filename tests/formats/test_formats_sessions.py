@@ -140,10 +140,7 @@ def test_compacted_sessions_and_subagents(tmp_path: Path) -> None:
 
 
 def test_what_of_a_session_cannot_be_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-    path = written(tmp_path / "s.jsonl", [event("u1", None, [image]), event("a1", "u1", [text("A cat.")], "m")])
-    with pytest.raises(ValueError, match=r"s\.jsonl, line 1: .*expected text.*got a block 'image'"):
-        read(path)
+    path = tmp_path / "s.jsonl"
     written(path, [event("u1", "a1", "Where?"), event("a1", "u1", [text("North.")], "m")])
     with pytest.raises(ValueError, match="field parentUuid: expected an earlier event"):
         read(path)
@@ -158,6 +155,25 @@ def test_what_of_a_session_cannot_be_read_is_said(tmp_path: Path, caplog: pytest
     written(path, [event("u1", None, "Where?")])
     with pytest.raises(ValueError, match="expected a trained token, got none in 0 trajectories"):
         read(path)
+
+
+def test_an_image_ends_a_conversation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    before = [event("u1", None, "Where?"), event("a1", "u1", [text("Looking."), use("t1", at="north")], "m1")]
+    seen = [event("u2", "a1", [given_back("t1", [image])]), event("a2", "u2", [text("A cat.")], "m2")]
+    plain = [event("u3", None, "Again?"), event("a3", "u3", [text("North.")], "m3")]
+    path = written(tmp_path / "s.jsonl", [*before, *seen, *plain])
+    looking = {"role": "assistant", "content": "Looking.", "tool_calls": [call("t1", at="north")]}
+    again = [{"role": "user", "content": "Again?"}, {"role": "assistant", "content": "North."}]
+    with caplog.at_level(logging.WARNING, "harts.formats"):
+        assert same(path, [USER, looking], again) == ["s1", "s1/1"]
+    assert "line 3: present and not used: image and what follows it (read as claude-code" in caplog.messages[0]
+    more = [event("u4", "a1", "Well?"), event("a4", "u4", [text("West.")], "m4")]
+    shown = [event("u5", "a4", [image, text("This?")]), event("a5", "u5", [text("A cat.")], "m5")]
+    before[1]["message"]["content"] = [text("Looking.")]
+    written(path, [*before, *more, *shown])
+    told = [USER, {"role": "assistant", "content": "Looking."}, {"role": "user", "content": "Well?"}]
+    assert same(path, [*told, {"role": "assistant", "content": "West."}]) == ["s1"]
 
 
 # -- Codex ------------------------------------------------------------------------------------------------------------
@@ -247,17 +263,14 @@ def test_histories_that_were_compacted_or_rolled_back(tmp_path: Path) -> None:
     assert same(written(tmp_path / "r.jsonl", lines), first, second, third) == ["c1", "c1/1", "c1/2"]
 
 
-def test_lines_that_are_none_of_codex(tmp_path: Path) -> None:
+def test_lines_that_codex_does_not_have_or_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = written(tmp_path / "r.jsonl", [META, {"type": "message", "role": "user", "content": []}])
     with pytest.raises(ValueError, match=r"line 2: .*field type: expected a line of type compacted, .* got 'message'"):
         read(path)
+    image = item("message", role="user", content=[{"type": "input_image", "image_url": "x"}])
     written(
-        path,
-        [
-            META,
-            item("message", role="user", content=[{"type": "input_image", "image_url": "x"}]),
-            says("assistant", "x"),
-        ],
+        path, [META, line("new_thing"), *asks("Where?"), says("assistant", "North."), image, says("assistant", "x")]
     )
-    with pytest.raises(ValueError, match=r"line 2: .*expected parts of text, got a part 'input_image'"):
-        read(path)
+    with caplog.at_level(logging.WARNING, "harts.formats"):
+        assert same(path, [SYSTEM, USER, {"role": "assistant", "content": "North."}]) == ["c1"]
+    assert ["lines of type new_thing" in caplog.messages[0], "input_image and what" in caplog.messages[1]] == [True] * 2

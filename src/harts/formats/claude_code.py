@@ -6,9 +6,10 @@ of versions up to 2.0.49: `type`; `uuid` and `parentUuid`, a tree; `message`, as
 content block is an event of its own, with one `message.id`; `isSidechain` and `agentId` of subagents; `sessionId`.
 
 Replies without another one below them end a conversation: a rewound session, one that was compacted, and a session with
-subagents hold several. What they share is trained once, in the first. Results of calls are found by `tool_use_id`, as
-calls that ran side by side lie in no order. The system prompt and the tools are not in the files; neither is what
-`attachment` events added. Replies that Claude Code wrote itself (model `<synthetic>`) are left out.
+subagents hold several. What they share is trained once, in the first. An image ends one: it cannot be rendered. Results
+of calls are found by `tool_use_id`, as calls that ran side by side lie in no order. The system prompt and the tools are
+not in the files; neither is what `attachment` events added. Replies that Claude Code wrote itself (model `<synthetic>`)
+are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ def conversations(events: Sequence[Row], unused: Unused) -> Iterator[Row]:
     """A chat row for each reply that has none below it.
 
     Raises:
-        ValueError: a message that is none, a block that is no text, thinking or call, events in a circle.
+        ValueError: a message that is none, events in a circle.
     """
     nodes, key_of = _nodes(events)
     results = _results(nodes)
@@ -79,9 +80,26 @@ def conversations(events: Sequence[Row], unused: Unused) -> Iterator[Row]:
         if not node.is_reply or node.answered:
             continue
         path = list(_above(node, nodes, key_of))[::-1]
-        messages = [message for each in path for message in _messages(each, results, trained, unused)]
-        trained.update(id(each) for each in path)
-        yield _row(node, messages, counts)
+        messages: list[dict[str, Any]] = []
+        news = False
+        try:
+            for each in path:
+                for message in _messages(each, results, trained, unused):
+                    messages.append(message)
+                    if message["role"] == "assistant" and not message.get("ignore_loss"):
+                        news = True
+                        trained.add(id(each))
+        except _UnreadableError as unreadable:
+            unused.name(unreadable.event, {f"{unreadable.kind} and what follows it"})
+        if news:
+            yield _row(node, messages, counts)
+
+
+class _UnreadableError(Exception):
+    """A block that is no text: what follows it cannot be rendered."""
+
+    def __init__(self, event: Row, kind: str) -> None:
+        self.event, self.kind = event, kind
 
 
 def _message(event: Row) -> Mapping[str, Any]:
@@ -178,8 +196,7 @@ def _kind(event: Row, block: Any) -> str:
 
 def _part(event: Row, block: Mapping[str, Any]) -> dict[str, Any]:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        action = "HARTS reads text only: leave this session out"
-        raise event.error("message.content", "text, thinking and calls", f"a block {block.get('type')!r}", action)
+        raise _UnreadableError(event, _kind(event, block))
     return {"type": "text", "text": block["text"]}
 
 

@@ -7,7 +7,8 @@ reasoning, function_call, function_call_output, custom_tool_call, custom_tool_ca
 Items of the model that follow each other are one reply. `base_instructions` of session_meta is the system message; the
 tools are not in the files. A compacted history, and one that was rolled back, starts a conversation of its own; what
 it keeps of replies is context there. The input of a custom tool (apply_patch) becomes the argument `input`. Reasoning
-is read where the file has its text: most hold a summary, which the model did not sample, and an encrypted form.
+is read where the file has its text: most hold a summary, which the model did not sample, and an encrypted form. An
+image ends a conversation: it cannot be rendered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,16 +37,19 @@ def conversations(lines: Sequence[Row], unused: Unused) -> Iterator[Row]:
     """A chat row for the history at the end, and for each that was compacted or rolled back before it.
 
     Raises:
-        ValueError: a line that is none of a session, an item without what its type has.
+        ValueError: a line without a payload, content that is neither text nor parts.
     """
     history: list[_Item] = []
     turns: list[int] = []  # where the user's turns start in the history
     meta: Mapping[str, Any] = {}
     number = 0
     for line in lines:
-        if not matches(line):
+        if not isinstance(line.get("payload"), Mapping):
             expected = f"a line of type {', '.join(sorted(_TYPES))} with a payload"
             raise line.error("type", expected, repr(line.get("type")), "is this file a session of Codex?")
+        if not matches(line):
+            unused.name(line, {f"lines of type {line.get('type')}"})
+            continue
         kind, payload = line.fields["type"], line.fields["payload"]
         cut = kind == "event_msg" and payload.get("type") == "thread_rolled_back"
         if (cut or kind == "compacted") and _has_news(history):
@@ -64,6 +68,10 @@ def conversations(lines: Sequence[Row], unused: Unused) -> Iterator[Row]:
             turns.append(_last_from_user(history))
     if _has_news(history):
         yield _row(history, meta, number, unused)
+
+
+class _UnreadableError(Exception):
+    """A part that is no text: what follows it cannot be rendered."""
 
 
 def _has_news(history: Sequence[_Item]) -> bool:
@@ -110,15 +118,18 @@ def _row(history: Sequence[_Item], meta: Mapping[str, Any], number: int, unused:
     open_reply = False
     for row, item, old in history:
         reply = _is_reply(item)
-        if reply and open_reply:
-            _extend(row, messages[-1], item, unused)
-        elif reply:
-            messages.append({"role": "assistant", "content": [], **({"ignore_loss": True} if old else {})})
-            _extend(row, messages[-1], item, unused)
-        elif (message := _other(row, item, unused)) is not None:
-            messages.append(message)
-        else:
-            continue
+        try:
+            if reply and not open_reply:
+                messages.append({"role": "assistant", "content": [], **({"ignore_loss": True} if old else {})})
+            if reply:
+                _extend(row, messages[-1], item, unused)
+            elif (message := _other(row, item, unused)) is not None:
+                messages.append(message)
+            else:
+                continue
+        except _UnreadableError as unreadable:
+            unused.name(row, {f"{unreadable} and what follows it"})
+            break
         open_reply = reply
     for message in messages:
         message["content"] = message["content"] or None
@@ -175,7 +186,8 @@ def _parts(row: Row, content: Any) -> list[Any]:
     if not isinstance(content, list | tuple):
         raise row.error("payload.content", "text or a list of parts", type(content).__name__, "fetch the file again")
     for part in content:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            got = f"a part {part.get('type')!r}" if isinstance(part, Mapping) else type(part).__name__
-            raise row.error("payload.content", "parts of text", got, "HARTS reads text only: leave this session out")
+        if not isinstance(part, Mapping):
+            raise row.error("payload.content", "parts with a type", type(part).__name__, "fetch the file again")
+        if not isinstance(part.get("text"), str):
+            raise _UnreadableError(part.get("type"))
     return [{"type": "text", "text": part["text"]} for part in content]
