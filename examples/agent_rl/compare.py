@@ -3,8 +3,8 @@
     python examples/agent_rl/compare.py same-games runs/rows-fp64 runs/tree-fp64
     python examples/agent_rl/compare.py replay runs/rows-0 --steps 60 --out replay.jsonl
 
-`same-games` reads two runs of `train.py` with one seed. `replay` takes the games that a run played, and trains copies of
-one new model on them in fp32: on rows, on rows in another order, on the tree, and on trees with a fault.
+`same-games` reads two runs of `train.py` with one seed. `replay` takes the games that a run played, and trains copies
+of one new model on them in fp32: on rows, on rows in another order, on the tree, and on trees with a fault.
 """
 
 import argparse
