@@ -91,6 +91,13 @@ def test_a_raw_row_has_contents_only(name: str) -> None:
     assert len(read([talk(**{name: None}) | {"render": "raw"}])) == 1
 
 
+def test_tools_beside_raw_contents_would_not_be_shown() -> None:
+    row = talk() | {"render": "raw", "tools": [{"type": "function", "function": {"name": "look"}}]}
+    with pytest.raises(ValueError, match=r'field tools: expected no tools beside render "raw", .* got 1 tools'):
+        read([row])
+    assert len(read([row | {"tools": []}])) == 1
+
+
 # -- tokenizers -------------------------------------------------------------------------------------------------------
 
 

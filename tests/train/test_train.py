@@ -24,6 +24,7 @@ from harts.testing.fp64 import all_fp64
 from harts.testing.trees import random_trajectories
 from harts.train import Interrupted, TrainConfig, Trainer
 from harts.train.checkpoint import latest_checkpoint
+from harts.train.data import read_trajectories
 from harts.train.firstlook import first_look
 from harts.train.parallel import Replicas
 from harts.train.step import accumulate, count_routes, plan_step, score, update
@@ -70,6 +71,17 @@ def test_any_plan_gives_the_same_gradients(name: str) -> None:
         assert value == pytest.approx(results[0][1], rel=1e-12)
         for key, expected in results[0][2].items():
             assert float((grads[key] - expected).norm()) <= 1e-8 * float(expected.norm()), key
+
+
+def test_a_config_names_the_fields_of_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"ids": [1, 2, 3], "mask": [0, 1, 1], "id": str(index)} for index in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loss = make_loss(LossConfig(algorithm="supervised"))
+    config = TrainConfig(data=str(path), fields="token_ids=ids,loss_mask=mask", loss=loss.config)
+    assert [one.token_ids.tolist() for one in read_trajectories(config, loss)] == [[1, 2, 3]] * 2
+    with pytest.raises(ValueError, match="got the fields ids, mask, id"):
+        read_trajectories(dataclasses.replace(config, fields=None), loss)
 
 
 def test_shared_tokens_are_trained_once_where_asked() -> None:

@@ -102,6 +102,9 @@ def turns_of(row: Row, reasoning: Reasoning, template: Template | None) -> Itera
             raise row.error(name, "it beside token_ids only", "it beside messages", "leave it out, or give token_ids")
     row.refuse_unknown(KNOWN)
     messages, tools = _messages(row), _listed(row, "tools")
+    if tools and row.get("render") == "raw":
+        action = 'put their text into the contents, or leave render "raw" out'
+        raise row.error("tools", 'no tools beside render "raw", whose contents are all', f"{len(tools)} tools", action)
     return _rendered(row, _turns(row, messages, tools, reasoning, template))
 
 

@@ -89,7 +89,7 @@ def _pair(row: Row) -> dict[str, Any]:
             raise row.error(name, f"prompt and completion as {expected}", type(value).__name__, "make them alike")
     context = [_verifiers(row, f"prompt[{index}]", message) for index, message in enumerate(prompt)]
     answer = [_verifiers(row, f"completion[{index}]", message) for index, message in enumerate(completion)]
-    tools = {} if row.get("tool_defs") is None else {"tools": _tool_defs(row)}
+    tools = {"tools": _tool_defs(row)} if row.get("tool_defs") else {}
     if context and all(isinstance(message, Mapping) and message.get("role") == "text" for message in context):
         texts = [*({**message, "role": "user"} for message in context), *map(_spoken, answer)]
         return {"messages": texts, "render": "raw", **tools}
