@@ -122,7 +122,7 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
 
 DENSE = "Qwen3_5Text,Qwen3,Llama,Mistral,Qwen2,Olmo2,Arcee,Ernie4_5,Gemma,Glm,Glm4,Granite,Helium,HunYuanDenseV1,"
 DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2,Cohere2,Cwm,Exaone4,Gemma2,Gemma3Text,GraniteSWA,Ministral,"
-DENSE += "Olmo3,VaultGemma"
+DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma"
 
 
 @pytest.mark.parametrize("name", [f"{stem}Config" for stem in DENSE.split(",")])
@@ -148,6 +148,11 @@ SPARSE: dict[str, dict[str, Any]] = {
     "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "Mixtral": {},
     "Olmoe": {},
+    "AXK1": {},
+    "DeepseekV2": {"q_lora_rank": None, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    "DeepseekV3": {},
+    "Glm4MoeLite": {},
+    "Mistral4": {},
     "Dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2},
     "Ernie4_5_Moe": {},
     "FlexOlmo": {},
@@ -167,7 +172,7 @@ def test_flops_per_row_of_a_mixture_are_twice_the_parameters_that_a_row_meets(st
     torch = pytest.importorskip("torch")
     config: Any = getattr(transformers, f"{stem}Config")(num_hidden_layers=4, tie_word_embeddings=False, **SPARSE[stem])
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = getattr(transformers, f"{stem}ForCausalLM")(config)
     expected = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 and "embed" not in name and "moe_statics" not in name:
@@ -179,6 +184,15 @@ def test_flops_per_row_of_a_mixture_are_twice_the_parameters_that_a_row_meets(st
     assert forward.rows + forward.trained_rows == pytest.approx(expected, rel=1e-12)
     assert forward_flops(config.to_dict()) == forward
     assert model_identity(config.to_dict()) == model_identity(config)
+
+
+def test_flops_of_latent_attention_by_hand() -> None:
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10}
+    forward = forward_flops({**QWEN3, **sizes, "head_dim": 4})
+    queries = 64 * 8 + 8 * 4 * 16
+    keys_and_values = 64 * (16 + 4) + 16 * 4 * (12 + 10)
+    assert forward.rows == 2 * 2 * (queries + keys_and_values + 4 * 10 * 64 + 3 * 64 * 96)
+    assert forward.pairs == 2 * 2 * 4 * (16 + 10)
 
 
 def test_layers_of_a_mixture_must_have_one_size() -> None:

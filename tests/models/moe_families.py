@@ -12,7 +12,8 @@ from harts.models import PRESETS
 from harts.models.attach import find_backbone
 from harts.models.families import FAMILIES as MODEL_TYPES
 
-SIGMOIDS = ("tiny-dots1", "tiny-glm4-moe", "tiny-hunyuan3", "tiny-lfm2-moe", "tiny-minimax-m2", "tiny-solar")
+LATENT = ("tiny-axk1", "tiny-deepseek-v3", "tiny-glm4-moe-lite")
+SIGMOIDS = (*LATENT, "tiny-dots1", "tiny-glm4-moe", "tiny-hunyuan3", "tiny-lfm2-moe", "tiny-minimax-m2", "tiny-solar")
 """Those that score each expert by itself; written out here, as the tests are to find a wrong entry in the table."""
 
 
@@ -58,4 +59,8 @@ def weights_of_forced(name: str, router: Any, logits: Tensor, forced: Tensor) ->
         return weights * {"tiny-hunyuan3": 2.826, "tiny-minimax-m2": 1.0}.get(name, 1.5)
     if name in ("tiny-olmoe", "tiny-flex-olmo"):
         return logits.softmax(-1).gather(1, forced)
+    if name == "tiny-deepseek-v2":
+        return 1.5 * logits.softmax(-1).gather(1, forced)
+    if name == "tiny-mistral4":
+        return 1.5 * logits.gather(1, forced).softmax(-1)
     return logits.gather(1, forced).softmax(-1)

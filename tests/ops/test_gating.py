@@ -21,7 +21,7 @@ def by_hand(logits: list[float], bias: list[float], gating: Gating) -> tuple[lis
     choice = [score + b for score, b in zip(scores, bias, strict=True)]
     size = EXPERTS // gating.groups
     groups = range(gating.groups)
-    worth = [sum(sorted(choice[g * size : (g + 1) * size])[-2:]) for g in groups]
+    worth = [sum(sorted(choice[g * size : (g + 1) * size])[-gating.group_best :]) for g in groups]
     best = sorted(groups, key=lambda g: (-worth[g], g))[: gating.chosen_groups]
     allowed = [expert for expert in range(EXPERTS) if expert // size in best]
     chosen = sorted(allowed, key=lambda e: (-choice[e], e))[:PER_TOKEN]
@@ -42,6 +42,7 @@ def by_hand(logits: list[float], bias: list[float], gating: Gating) -> tuple[lis
         {"scores": "sigmoid", "groups": 4, "chosen_groups": 2, "scale": 1.5},
         {"scores": "softmax", "groups": 6, "chosen_groups": 2},
         {"scores": "sigmoid", "groups": 12, "chosen_groups": 5},
+        {"scores": "softmax", "groups": 4, "chosen_groups": 2, "group_best": 1, "normalized": False},
         {"scores": "sigmoid", "groups": 4, "chosen_groups": 4},
     ],
 )

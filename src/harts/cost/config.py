@@ -6,6 +6,8 @@ embedding's look-up are not. The formulas, per layer and row unless said otherwi
 - full attention: 2 x hidden x (queries + keys + values + output), queries doubled where an output gate is part of
   their projection; per visible pair 4 x heads x head_dim (scores and weighted values). With a sliding window of W, a
   row at depth d sees min(d + 1, W) rows.
+- latent attention (MLA): 2 x hidden x (queries' latent + keys' latent + rotated key + output), the expansion of both
+  latents, and per visible pair 2 x heads x (key_dim + value_dim).
 - gated delta rule: 2 x hidden x (2 keys + 2 values + 2 value_heads) in and 2 x values x hidden out, the short
   convolution's taps, and the chunked recurrence of Yang et al., "Gated Delta Networks" (2024): with chunks of C = 64,
   per value head 2C x (3 key_dim + 2 value_dim) for K K^T, Q K^T and the triangular systems' products, and
@@ -44,6 +46,11 @@ _IDENTITY_FIELDS = (
     "layer_types",
     "linear_conv_kernel_dim",
     "conv_L_cache",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_num_key_heads",
@@ -72,7 +79,11 @@ def forward_flops(config: Any) -> Coefficients:
     rows = linear_rows = 0.0
     pairs = dict.fromkeys(_ATTENTION, 0.0)
     for layer, kind in enumerate(sizes.layer_types()):
-        if kind in _ATTENTION:
+        if kind in _ATTENTION and sizes.get("kv_lora_rank", 0):
+            per_row, per_pair = _latent_attention(sizes, hidden)
+            rows += per_row
+            pairs[kind] += per_pair
+        elif kind in _ATTENTION:
             heads, head_dim = sizes.need("num_attention_heads"), sizes.head_dim()
             queries, keys = heads * head_dim, sizes.get("num_key_value_heads", heads) * head_dim
             rows += 2 * hidden * (queries * (2 + sizes.has_query_gate()) + 2 * keys)
@@ -101,6 +112,8 @@ def model_identity(config: Any) -> str:
     fields = {name: sizes.get(name, None) for name in _IDENTITY_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
     fields["layer_types"] = sizes.layer_types()
+    if "kv_lora_rank" in fields:  # of latent attention it is one of the others, or missing
+        fields.pop("head_dim", None)
     if sizes.window() is not None:
         fields["sliding_window"] = sizes.window()
     experts = expert_sizes(sizes)
@@ -154,6 +167,20 @@ def _gated_delta_rule(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     projections = 2 * hidden * (2 * keys + 2 * values + 2 * value_heads) + 2 * values * hidden
     chunk = 2 * BLOCK * (3 * key_dim + 2 * value_dim) + 6 * key_dim * value_dim
     return projections + convolution, value_heads * chunk
+
+
+def _latent_attention(sizes: _Sizes, hidden: int) -> tuple[float, float]:
+    """FLOPs of one layer per row, and per visible pair."""
+    heads, latent, of_queries = (
+        sizes.need("num_attention_heads"),
+        sizes.need("kv_lora_rank"),
+        sizes.get("q_lora_rank", 0),
+    )
+    rotated, plain, values = (sizes.need(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    keys = heads * (plain + rotated)
+    queries = of_queries * (hidden + keys) if of_queries else hidden * keys
+    expanded = hidden * (latent + rotated) + latent * heads * (plain + values)
+    return 2.0 * (queries + expanded + heads * values * hidden), 2.0 * (keys + heads * values)
 
 
 def _mlp(sizes: _Sizes, experts: Experts | None, layer: int, hidden: int) -> float:

@@ -3,6 +3,7 @@
 from harts.mixers.attention import Attention, SlidingAttention
 from harts.mixers.context import Context, Wanted
 from harts.mixers.gated_delta_rule import GatedDeltaRule
+from harts.mixers.latent import LatentAttention
 from harts.mixers.protocol import Mixer
 from harts.mixers.short_conv import ShortConv
 from harts.mixers.store import Exchange, Store
@@ -13,6 +14,7 @@ __all__ = [
     "Context",
     "Exchange",
     "GatedDeltaRule",
+    "LatentAttention",
     "Mixer",
     "ShortConv",
     "SlidingAttention",
@@ -20,5 +22,5 @@ __all__ = [
     "Wanted",
 ]
 
-MIXERS: tuple[type[Mixer], ...] = (Attention, SlidingAttention, GatedDeltaRule, ShortConv)
+MIXERS: tuple[type[Mixer], ...] = (Attention, SlidingAttention, LatentAttention, GatedDeltaRule, ShortConv)
 """Every mixer; the laws of `tests/mixers` run over them."""

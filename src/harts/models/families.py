@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harts.mixers import Attention, GatedDeltaRule, Mixer, ShortConv, SlidingAttention
+from harts.mixers import Attention, GatedDeltaRule, LatentAttention, Mixer, ShortConv, SlidingAttention
 from harts.models.routers import ARGUMENT, Router
 
 __all__ = ["FAMILIES", "Family", "Layer", "layer_types"]
@@ -189,6 +189,31 @@ _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
 )
 """The same with experts: model type, stem of its classes, what follows it in the router's, what the router does."""
 
+_GROUPED_SOFTMAX: Mapping[str, Any] = {
+    "scale": "routed_scaling_factor",
+    "groups": ("num_group", "topk_group"),
+}
+
+_LATENT: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (
+    ("axk1", "AXK1", _GROUPED_SIGMOIDS),
+    (
+        "deepseek_v2",
+        "DeepseekV2",
+        {
+            **_GROUPED_SOFTMAX,
+            "normalized": False,
+            "group_best": 1,
+            "grouped": ("topk_method", "group_limited_greedy"),
+        },
+    ),
+    ("deepseek_v3", "DeepseekV3", _GROUPED_SIGMOIDS),
+    ("glm4_moe_lite", "Glm4MoeLite", _GROUPED_SIGMOIDS),
+    ("minicpm3", "MiniCPM3", None),
+    ("mistral4", "Mistral4", {**_GROUPED_SOFTMAX, **_NORMALIZED_BY_CONFIG, "epsilon": 1e-20}),
+    ("youtu", "Youtu", None),
+)
+"""Latent attention in every layer: model type, stem of its classes, what its router does; None: a dense MLP."""
+
 _WINDOW_BY_TYPE = (
     *("cohere2", "cwm", "dots1", "exaone4", "gemma2", "gemma3_text", "granite_swa", "ministral", "olmo3", "qwen2"),
     *("qwen2_moe", "qwen3", "smollm3", "vaultgemma"),
@@ -206,6 +231,15 @@ def _plain(name: str, stem: str, **more: Any) -> Family:
         layers=_attention(module, windows=by_type or name in _ONE_WINDOW),
         mask=None if by_type else _ready_made_mask,
         **more,
+    )
+
+
+def _latent(name: str, stem: str, what: Mapping[str, Any] | None) -> Family:
+    module = f"{_MODELS}.{name}.modeling_{name}:{stem}"
+    return Family(
+        layers={"full_attention": Layer(f"{module}Attention", LatentAttention)},
+        mask=_ready_made_mask,
+        router=None if what is None else Router(module=f"{module}TopkRouter", **what),
     )
 
 
@@ -229,6 +263,7 @@ FAMILIES: dict[str, Family] = {
         )
         for name, stem, suffix, what in _SPARSE
     },
+    **{name: _latent(name, stem, what) for name, stem, what in _LATENT},
     "lfm2": Family(
         layers={
             **_attention("lfm2.modeling_lfm2:Lfm2Attention"),

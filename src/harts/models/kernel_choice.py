@@ -30,10 +30,10 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
 
     On a CUDA GPU `Kernels.fastest()`, but the gated delta rule is plain for any dtype but bf16 and any head size but
     128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
-    plain in fp64. Attention with sliding windows, sinks or soft-capped scores is plain too: `"varlen"` and `"fa4"` take
-    the first two where they are named, but have not been measured with them on a GPU. Dtype and device are those that
-    FSDP2 computes with, if the model is sharded. The plain ones elsewhere. `harts train` and `harts bench` write down
-    what ran.
+    plain in fp64. Attention with sliding windows, sinks, soft-capped scores or latents (MLA) is plain too: `"varlen"`
+    and `"fa4"` take the first two where they are named, but have not been measured with them on a GPU. Dtype and device
+    are those that FSDP2 computes with, if the model is sharded. The plain ones elsewhere. `harts train` and `harts
+    bench` write down what ran.
 
     Args:
         model: of a supported family; its parameters lie on one device.
@@ -45,9 +45,10 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
 
 
 def _is_special(config: Any) -> bool:
-    """Whether attention has windows, sinks or soft-capped scores."""
+    """Whether attention has windows, sinks, soft-capped scores, or values of another size than keys."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return capped or "sliding_attention" in layer_types(config) or config.model_type in _SINKS
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    return capped or latent or "sliding_attention" in layer_types(config) or config.model_type in _SINKS
 
 
 def _choose(fastest: Kernels, dtype: torch.dtype, config: Any) -> Kernels:

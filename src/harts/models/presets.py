@@ -70,6 +70,17 @@ _MIXED: Mapping[str, Any] = {"sliding_window": 24, "layer_types": ["full_attenti
 # low enough to bend what random weights give
 _CAPS: Mapping[str, Any] = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}
 
+# keys of 8 + 8 channels, values of 12; `head_dim` is what is rotated
+_LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-qwen3.5": ("Qwen3_5Text", {**_HYBRID, **_THREE_SECTIONS}),
     "tiny-qwen3": ("Qwen3", {"num_hidden_layers": 2}),
@@ -140,6 +151,30 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Qwen3Next",
         {**_HYBRID, "rope_parameters": _QUARTER_ROTARY, **_EXPERTS, "shared_expert_intermediate_size": 32},
     ),
+    "tiny-axk1": ("AXK1", {"num_hidden_layers": 2, **_LATENT, **_GROUPED, "n_shared_experts": 1}),
+    "tiny-deepseek-v2": (
+        "DeepseekV2",
+        {
+            "num_hidden_layers": 2,
+            **_LATENT,
+            **_GROUPED,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+        },
+    ),
+    "tiny-deepseek-v3": (
+        "DeepseekV3",
+        {"num_hidden_layers": 2, **_LATENT, **_GROUPED, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    ),
+    "tiny-glm4-moe-lite": ("Glm4MoeLite", {"num_hidden_layers": 2, **_LATENT, **_GROUPED, "n_shared_experts": 1}),
+    "tiny-minicpm3": ("MiniCPM3", {"num_hidden_layers": 2, **_LATENT, "dim_model_base": 32, "pad_token_id": 0}),
+    "tiny-mistral4": (
+        "Mistral4",
+        {"num_hidden_layers": 2, **_LATENT, **_GROUPED, "head_dim": 16, "n_shared_experts": 1},
+    ),
+    "tiny-youtu": ("Youtu", {"num_hidden_layers": 2, **_LATENT}),
     "tiny-mixtral": (
         "Mixtral",
         {"num_hidden_layers": 2, **_LOCAL_EXPERTS},

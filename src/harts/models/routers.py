@@ -34,6 +34,8 @@ class Router:
         floor: attribute with the least that the sum may be.
         scale: attribute with the factor on all weights.
         groups: attributes with the number of groups of experts, and of those that experts are chosen from.
+        group_best: a group is as good as so many of its best experts together.
+        grouped: attribute, and its value where groups count at all.
         bias: attribute with what is added to scores where experts are chosen, and only there; `ARGUMENT`: it is the
             second argument of the forward.
         weight: attribute with the weight [experts, channels].
@@ -46,12 +48,16 @@ class Router:
     floor: str | None = None
     scale: str | None = None
     groups: tuple[str, str] | None = None
+    group_best: int = 2
+    grouped: tuple[str, str] | None = None
     bias: str | None = None
     weight: str = "weight"
 
     def gating(self, router: Any) -> Gating:
         """What one router of a model does with its logits."""
-        groups, chosen_groups = (1, 1) if self.groups is None else (getattr(router, name) for name in self.groups)
+        groups = chosen_groups = 1
+        if self.groups is not None and (self.grouped is None or getattr(router, self.grouped[0]) == self.grouped[1]):
+            groups, chosen_groups = (getattr(router, name) for name in self.groups)
         return Gating(
             scores=self.scores,
             normalized=self.normalized if isinstance(self.normalized, bool) else bool(getattr(router, self.normalized)),
@@ -60,6 +66,7 @@ class Router:
             scale=1.0 if self.scale is None else float(getattr(router, self.scale)),
             groups=groups,
             chosen_groups=chosen_groups,
+            group_best=self.group_best,
         )
 
     def bias_of(self, router: Any, args: Sequence[Any]) -> Tensor | None:

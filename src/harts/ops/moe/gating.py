@@ -28,9 +28,9 @@ class Gating:
         epsilon: added to that sum.
         floor: the least that the sum may be.
         scale: what all weights are multiplied by.
-        groups: experts come in so many groups of neighbours, and only those of the best groups may be chosen. A group
-            is as good as its two best experts together.
+        groups: experts come in so many groups of neighbours, and only those of the best groups may be chosen.
         chosen_groups: how many groups are the best.
+        group_best: a group is as good as so many of its best experts together.
     """
 
     scores: Scores = "softmax"
@@ -40,6 +40,7 @@ class Gating:
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
+    group_best: int = 2
 
     def choose(self, scores_TE: Tensor, per_token: int, bias_E: Tensor | None = None) -> Tensor:
         """The best experts, int64 [T, K], best first; of two equal ones, and of two equal groups, the lower.
@@ -53,7 +54,7 @@ class Gating:
             scores_TE = scores_TE + bias_E.to(scores_TE.dtype)
         if self.chosen_groups < self.groups:
             scores_TGE = scores_TE.view(len(scores_TE), self.groups, -1)
-            group_TG = scores_TGE.topk(min(2, scores_TGE.shape[-1]), dim=-1).values.sum(-1)
+            group_TG = scores_TGE.topk(min(self.group_best, scores_TGE.shape[-1]), dim=-1).values.sum(-1)
             best_TG = _largest(group_TG, self.chosen_groups)
             out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, best_TG, False)
             scores_TE = scores_TGE.masked_fill(out_TG.unsqueeze(-1), float("-inf")).flatten(1)
