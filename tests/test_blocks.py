@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from harts.blocks import BLOCK, Blocks, count_replayed_rows
+from harts.blocks import BLOCK, Blocks
 from harts.chains import row_order
+from harts.cost import count
 from harts.testing.trees import AWKWARD, caterpillar, random_trajectories, to_trajectories, tree_strategy
 from harts.tree import PrefixTree
 
@@ -107,7 +108,7 @@ def check_counts(tree: PrefixTree, blocks: Blocks) -> None:
     naive = naive_blocks(tree)
     rows = sum((len(block) - 1) % BLOCK + 1 for block in naive)
     assert blocks.num_blocks == len(naive)
-    assert blocks.replayed_rows == count_replayed_rows(tree) == rows - tree.num_rows
+    assert blocks.replayed_rows == count(tree).replayed_rows == rows - tree.num_rows
     leaves = set(naive) - set(naive.values())
     assert blocks.chains.num_chains == len(leaves)
     assert blocks.chains.length_C.sum() == sum(map(len, leaves))

@@ -10,14 +10,15 @@ Shape suffixes: T rows, C chains, E blocks; a suffix 1 is one more entry. Blocks
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.chains import Chains, row_order, terminal_rows
+from harts.chains import Chains, row_order
 from harts.tree import PrefixTree
 
-__all__ = ["BLOCK", "Blocks", "count_replayed_rows"]
+__all__ = ["BLOCK", "Blocks", "whole_blocks"]
 
 BLOCK = 64
 """Depths per block of the gated delta rule: the chunk of its kernels."""
@@ -126,7 +127,14 @@ class Blocks:
         return np.arange(chains.num_rows) + chains.outside + np.repeat(shift_C, chains.rows_C)
 
 
-def count_replayed_rows(tree: PrefixTree, chunk: int = BLOCK) -> int:
-    """Replayed rows of a tree without laying out its blocks: rows of all blocks less the rows of the tree."""
-    depth_E = tree.depth_T[terminal_rows(tree, chunk)]
-    return int((depth_E % chunk + 1).sum()) - tree.num_rows
+@overload
+def whole_blocks(depth: int) -> int: ...
+
+
+@overload
+def whole_blocks(depth: Ints) -> Ints: ...
+
+
+def whole_blocks(depth: int | Ints) -> int | Ints:
+    """Of the rows above a depth on a path, those in whole blocks; the others are replayed where the path branches."""
+    return depth // BLOCK * BLOCK

@@ -4,7 +4,17 @@ The counts are those of one forward and backward; every cost is a sum of non-neg
 """
 
 from harts.cost.config import forward_flops, model_identity
-from harts.cost.counts import Coefficients, Counts, count, count_trained_rows, visible_pairs
+from harts.cost.counts import (
+    Coefficients,
+    Counts,
+    count,
+    count_paths,
+    count_shared,
+    count_trained_rows,
+    leaf_paths,
+    trained_rows_by,
+    visible_pairs,
+)
 from harts.cost.experts import Experts, expert_sizes
 from harts.cost.model import CostModel, TimedRun
 
@@ -15,9 +25,13 @@ __all__ = [
     "Experts",
     "TimedRun",
     "count",
+    "count_paths",
+    "count_shared",
     "count_trained_rows",
     "expert_sizes",
     "forward_flops",
+    "leaf_paths",
     "model_identity",
+    "trained_rows_by",
     "visible_pairs",
 ]

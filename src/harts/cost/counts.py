@@ -1,15 +1,39 @@
-"""Counts of what a tree holds, and coefficients that turn them into FLOPs, seconds or bytes."""
+"""Counts of what a tree holds, and coefficients that turn them into FLOPs, seconds or bytes.
+
+A microbatch has a price that is linear in its paths. Each of its leaves, in depth-first order, counts with its whole
+path (`count_paths`), less what it shares with the leaf before (`count_shared`). Everything that prices a tree, a
+microbatch or a plan adds these two up.
+
+Shape suffixes: K counts in the order of `Counts.values`, X paths, L leaves, S segments, B trajectories, T rows.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from harts.blocks import count_replayed_rows
+from harts.blocks import whole_blocks
 from harts.tree import PrefixTree
 
-__all__ = ["Coefficients", "Counts", "count", "count_trained_rows", "visible_pairs"]
+__all__ = [
+    "Coefficients",
+    "Counts",
+    "count",
+    "count_paths",
+    "count_shared",
+    "count_trained_rows",
+    "leaf_paths",
+    "trained_rows_by",
+    "visible_pairs",
+]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
 
 _KINDS = (
     "rows",
@@ -67,6 +91,11 @@ class Counts:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _KINDS}
         return Counts(**sums, window=self.window)
 
+    @staticmethod
+    def of_values(values: Sequence[int], window: int | None = None) -> "Counts":
+        """Counts with such `values`."""
+        return Counts(**dict(zip(_KINDS, values, strict=True)), window=window)
+
     @property
     def values(self) -> tuple[int, ...]:
         """The counts without the window, in the order of `Coefficients.values`."""
@@ -82,45 +111,87 @@ class Counts:
         return dataclasses.replace(self, linear_rows=self.rows)
 
 
-def count(tree: PrefixTree, window: int | None = None) -> Counts:
-    """Counts of a tree run as one microbatch, without building its BlockTree.
+def count_paths(length_X: Ints, trained_X: Ints | None = None, *, window: int | None = None) -> tuple[Ints, ...]:
+    """Counts of paths from the root, each as a microbatch of its own: a tuple over K of int64 [X].
 
-    O(N) for the trained rows, else linear in rows and segments.
+    Args:
+        length_X: int64 [X]: rows of each path.
+        trained_X: int64 [X]: rows on which the head runs; None: none.
+        window: of layers with a sliding window (`Coefficients.window`); None counts no window pairs.
+    """
+    zero_X, one_X = np.zeros_like(length_X), np.ones_like(length_X)
+    window_pairs_X = zero_X if window is None else visible_pairs(length_X, window)
+    head_X = zero_X if trained_X is None else trained_X
+    return length_X, visible_pairs(length_X), window_pairs_X, length_X, head_X, one_X, length_X, one_X
+
+
+def count_shared(depth_X: Ints, *, window: int | None = None) -> tuple[Ints, ...]:
+    """What one microbatch of two sets of paths that part at a depth has less than two microbatches; as `count_paths`.
+
+    The rows above are run once. Of those fed to linear attention, only the ones in whole blocks are; the others are
+    replayed. Each path keeps its chain, its keys and its trained rows.
+
+    Args:
+        depth_X: int64 [X]: rows that the sets share.
+        window: as for `count_paths`.
+    """
+    zero_X = np.zeros_like(depth_X)
+    window_pairs_X = zero_X if window is None else visible_pairs(depth_X, window)
+    pairs_X = visible_pairs(depth_X)
+    return depth_X, pairs_X, window_pairs_X, whole_blocks(depth_X), zero_X, zero_X, zero_X, zero_X + 1
+
+
+def leaf_paths(tree: PrefixTree) -> tuple[Ints, Ints, Ints]:
+    """Leaves of a tree in depth-first order.
+
+    Returns:
+        `segment_L`, the segment that each is the last row of; `length_L`, rows of its path; and `common_L`, rows that
+        it shares with the leaf before, 0 for the first.
+    """
+    is_leaf_S = np.append(tree.parent_S[1:] != np.arange(tree.num_segments - 1), True)
+    segment_L = np.flatnonzero(is_leaf_S)
+    common_L = np.zeros(len(segment_L), np.int64)
+    common_L[1:] = tree.depth_S[segment_L[:-1] + 1]  # the next segment in preorder leaves the path there
+    return segment_L, tree.depth_S[segment_L] + tree.length_S[segment_L], common_L
+
+
+def count(tree: PrefixTree, window: int | None = None) -> Counts:
+    """Counts of a tree run as one microbatch: O(N) for the trained rows, else linear in segments.
 
     Args:
         tree: all rows.
         window: of layers with a sliding window, where the model has any (`Coefficients.window`).
     """
-    is_leaf_S = np.append(tree.parent_S[1:] != np.arange(tree.num_segments - 1), True)
-    leaf_S = np.flatnonzero(is_leaf_S)
-    stop_S = tree.depth_S + tree.length_S
-    pairs, window_pairs = (
-        visible_pairs(stop_S, limit) - visible_pairs(tree.depth_S, limit) for limit in (None, window)
-    )
-    return Counts(
-        rows=tree.num_rows,
-        pairs=int(pairs.sum()),
-        window_pairs=0 if window is None else int(window_pairs.sum()),
-        linear_rows=tree.num_rows + count_replayed_rows(tree),
-        trained_rows=count_trained_rows(tree),
-        chains=len(leaf_S),
-        gathered_keys=int(stop_S[leaf_S].sum()),
-        microbatches=1,
-        window=window,
-    )
+    _, length_L, common_L = leaf_paths(tree)
+    sizes = zip(count_paths(length_L, window=window), count_shared(common_L[1:], window=window), strict=True)
+    counts = Counts.of_values([int(alone_L.sum() - shared_X.sum()) for alone_L, shared_X in sizes], window)
+    return dataclasses.replace(counts, trained_rows=count_trained_rows(tree))
 
 
 def count_trained_rows(tree: PrefixTree) -> int:
     """Distinct (parent row, temperature) pairs of trained tokens: rows on which the head runs."""
-    kinds = np.unique([trajectory.temperature for trajectory in tree.trajectories])
-    total = 0
-    for temperature in kinds.tolist():
-        reaches_head_T = np.zeros(tree.num_rows, np.bool_)
-        for index, trajectory in enumerate(tree.trajectories):
+    return int(trained_rows_by(tree, np.zeros(tree.num_trajectories, np.int64), 1)[0])
+
+
+def trained_rows_by(tree: PrefixTree, set_of_B: Ints, sets: int) -> Ints:
+    """Rows on which the head runs, by sets of trajectories; int64 [sets].
+
+    Args:
+        tree: all trajectories.
+        set_of_B: int64 [B]: number of the set that each trajectory belongs to. A row that several train counts with the
+            lowest.
+        sets: how many there are.
+    """
+    trained = np.zeros(sets, np.int64)
+    order = np.argsort(-set_of_B, kind="stable").tolist()
+    for temperature in sorted({trajectory.temperature for trajectory in tree.trajectories}):
+        set_of_T = np.full(tree.num_rows, -1, np.int64)
+        for index in order:
+            trajectory = tree.trajectories[index]
             if trajectory.temperature == temperature:
-                reaches_head_T[tree.rows_of(index)[np.flatnonzero(trajectory.loss_mask) - 1]] = True
-        total += int(np.count_nonzero(reaches_head_T))
-    return total
+                set_of_T[tree.rows_of(index)[np.flatnonzero(trajectory.loss_mask) - 1]] = set_of_B[index]
+        trained += np.bincount(set_of_T[set_of_T >= 0], minlength=sets)
+    return trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +226,7 @@ class Coefficients:
         if not known and (window is not None or self.window_pairs):
             raise ValueError(f"coefficients, field window: expected an integer >= 1, got {window!r}")
 
-    @property
+    @cached_property
     def values(self) -> tuple[float, ...]:
         """The coefficients without the window."""
         return tuple(getattr(self, name) for name in _KINDS)
@@ -169,6 +240,14 @@ class Coefficients:
         if self.window_pairs and counts.window != self.window:
             raise ValueError(f"counts: expected those of window {self.window}, got window {counts.window}")
         return float(np.dot(self.values, counts.values))
+
+    def of_each(self, counts_KX: tuple[Ints, ...]) -> Floats:
+        """Costs, float64 [X], of several counts, as `count_paths` gives them for this window."""
+        total_X = np.zeros(len(counts_KX[0]))
+        for value, count_X in zip(self.values, counts_KX, strict=True):
+            if value:
+                total_X += value * count_X
+        return total_X
 
     def attention(self, counts: Counts) -> float:
         """The part of the cost that visible pairs have."""

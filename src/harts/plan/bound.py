@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from harts.blocks import BLOCK
+from harts.blocks import whole_blocks
 from harts.plan.problem import Problem
 
 __all__ = ["bound_crowding", "bound_makespan", "bound_work"]
@@ -69,11 +69,11 @@ def bound_work(problem: Problem, limit: float) -> float:
     # Of each branch point with the path up to the one above: cost, rows, rows with replay, keys; and its copies.
     done: list[tuple[float, int, int, int, int]] = []
     for branch, shared, above in zip(problem.leaves.branches, shared_V, above_V, strict=True):
-        whole_blocks = branch.depth // BLOCK * BLOCK
+        whole = whole_blocks(branch.depth)
         number = len(branch.leaves)
         own = sum([length[leaf] for leaf in branch.leaves])
         cost = sum([alone[leaf] for leaf in branch.leaves]) - number * shared
-        rows, block_rows, keys = own - number * branch.depth, own - number * whole_blocks, own
+        rows, block_rows, keys = own - number * branch.depth, own - number * whole, own
         copies = 1
         for below in branch.branches:
             child = done[below]
@@ -82,13 +82,13 @@ def bound_work(problem: Problem, limit: float) -> float:
         copies = max(
             copies,
             -(-rows // (problem.token_budget - branch.depth)),
-            -(-block_rows // (problem.token_budget - whole_blocks)),
+            -(-block_rows // (problem.token_budget - whole)),
             -(-keys // problem.key_cap),
         )
         if shared < limit < np.inf:  # where nothing is left below the path, or the path is free, this says nothing
             copies = max(copies, ceil(cost / (limit - shared) - _SLACK))
         rows += copies * (branch.depth - branch.above)
-        block_rows += copies * (whole_blocks - branch.above // BLOCK * BLOCK)
+        block_rows += copies * (whole - whole_blocks(branch.above))
         done.append((cost + copies * (shared - above), rows, block_rows, keys, copies))
     cost, *_, copies = done[-1]
     return cost + copies * problem.time.microbatches

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from harts.cost import leaf_paths
 from harts.tree import PrefixTree
 
 __all__ = ["Branch", "Leaves"]
@@ -55,11 +56,7 @@ class Leaves:
     @staticmethod
     def of(tree: PrefixTree) -> "Leaves":
         """Reads the leaves off a tree's segments, in O(S + B log S)."""
-        is_leaf_S = np.append(tree.parent_S[1:] != np.arange(tree.num_segments - 1), True)
-        segment_L = np.flatnonzero(is_leaf_S)
-        length_L = tree.depth_S[segment_L] + tree.length_S[segment_L]
-        common_L = np.zeros(len(segment_L), np.int64)
-        common_L[1:] = tree.depth_S[segment_L[:-1] + 1]  # the next segment in preorder leaves the path there
+        segment_L, length_L, common_L = leaf_paths(tree)
         return Leaves(length_L, common_L, np.searchsorted(segment_L, tree.end_segment_B))
 
     def subset(self, leaf_X: Ints) -> "Leaves":

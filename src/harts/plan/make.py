@@ -1,17 +1,18 @@
 """make_plan: a tree, a budget and a number of replicas become a schedule. A pure function."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.blocks import BLOCK
-from harts.cost import CostModel
+from harts.blocks import whole_blocks
+from harts.cost import CostModel, Counts, count_paths, count_shared, trained_rows_by
 from harts.plan.bound import bound_makespan
 from harts.plan.fingerprint import fingerprint
 from harts.plan.leaves import Leaves
-from harts.plan.problem import Problem, pairs_cost
+from harts.plan.problem import Problem
 from harts.plan.schedule import Microbatch, Plan
 from harts.plan.search import search_partition
 from harts.tree import PrefixTree
@@ -97,10 +98,11 @@ def _pose(
             )
     cost_model = cost_model or CostModel.of_rows()
     leaves = Leaves.of(tree)
-    trained_L = np.zeros(leaves.num_leaves, np.int64)
+    trained_L = None
     if cost_model.time.trained_rows:
-        trained_L = _trained_per_leaf(tree, leaves)
-    return Problem(leaves, cost_model.time, trained_L, budget, cap, replicas), cost_model
+        trained_L = trained_rows_by(tree, leaves.leaf_of_B, leaves.num_leaves)
+    alone_L = cost_model.time.of_each(count_paths(leaves.length_L, trained_L, window=cost_model.time.window))
+    return Problem(leaves, cost_model.time, alone_L, budget, cap, replicas), cost_model
 
 
 def _positive(name: str, value: Any) -> int:
@@ -109,34 +111,16 @@ def _positive(name: str, value: Any) -> int:
     return int(value)
 
 
-def _trained_per_leaf(tree: PrefixTree, leaves: Leaves) -> Ints:
-    """int64 [L]: head rows of each leaf's trajectories. One that several leaves train counts with the first."""
-    trained_L = np.zeros(leaves.num_leaves, np.int64)
-    order = np.argsort(-leaves.leaf_of_B, kind="stable").tolist()
-    for temperature in sorted({trajectory.temperature for trajectory in tree.trajectories}):
-        leaf_T = np.full(tree.num_rows, -1, np.int64)
-        for index in order:
-            trajectory = tree.trajectories[index]
-            if trajectory.temperature == temperature:
-                leaf_T[tree.rows_of(index)[np.flatnonzero(trajectory.loss_mask) - 1]] = leaves.leaf_of_B[index]
-        trained_L += np.bincount(leaf_T[leaf_T >= 0], minlength=leaves.num_leaves)
-    return trained_L
-
-
 def _separate_cost(tree: PrefixTree, cost_model: CostModel) -> float:
     """Cost of all trajectories as rows of their own, each one chain; constants left out."""
-    time = cost_model.time
-    length_B = np.diff(tree.offset_B1)
-    trained = sum(trajectory.num_trained for trajectory in tree.trajectories) if time.trained_rows else 0
-    per_row = time.rows + time.linear_rows + time.gathered_keys
-    pairs = float(pairs_cost(time, length_B).sum())
-    rows = per_row * float(length_B.sum())
-    return rows + pairs + time.chains * len(length_B) + time.trained_rows * trained
+    time = replace(cost_model.time, microbatches=0.0)
+    trained_B = np.array([trajectory.num_trained for trajectory in tree.trajectories]) if time.trained_rows else None
+    return float(time.of_each(count_paths(np.diff(tree.offset_B1), trained_B, window=time.window)).sum())
 
 
 def _uncut_budget(leaves: Leaves) -> int:
     """Rows, with replay, of the largest tree of the forest."""
-    rows_L = leaves.length_L - leaves.common_L // BLOCK * BLOCK
+    rows_L = leaves.length_L - whole_blocks(leaves.common_L)
     return int(np.add.reduceat(rows_L, np.flatnonzero(leaves.common_L == 0)).max())
 
 
@@ -147,10 +131,11 @@ def _schedule(problem: Problem, part_L: Ints) -> tuple[tuple[Microbatch, ...], .
     first = np.append(0, np.flatnonzero(np.diff(part_L[leaf_L])) + 1)
     stop = np.append(first[1:], len(leaf_L))
     cost = problem.cost_of_parts(part_L)
-    length_L = leaves.length_L[leaf_L]
-    rows = np.add.reduceat(length_L - shared_L, first)
-    fed_rows = np.add.reduceat(length_L - shared_L // BLOCK * BLOCK, first)
-    keys = np.add.reduceat(length_L, first)
+    follows_L = np.ones(len(leaf_L), np.int64)
+    follows_L[first] = 0  # the first leaf of a microbatch shares nothing
+    sizes = zip(count_paths(leaves.length_L[leaf_L]), count_shared(shared_L), strict=True)
+    of_parts = [np.add.reduceat(alone_L - again_L * follows_L, first).tolist() for alone_L, again_L in sizes]
+    counts = [Counts.of_values(column) for column in zip(*of_parts, strict=True)]
     order = np.lexsort((leaf_L[first], -cost))  # largest first, equal ones in row order
     rank_of_part = np.empty_like(order)
     rank_of_part[order] = np.arange(len(order))
@@ -164,10 +149,10 @@ def _schedule(problem: Problem, part_L: Ints) -> tuple[tuple[Microbatch, ...], .
         Microbatch(
             trajectories=tuple(members[rank].tolist()),
             unique_rows=int(unique[rank]),
-            recomputed_rows=int(rows[part] - unique[rank]),
-            replayed_rows=int(fed_rows[part] - rows[part]),
-            gathered_keys=int(keys[part]),
-            chains=int(stop[part] - first[part]),
+            recomputed_rows=counts[part].rows - int(unique[rank]),
+            replayed_rows=counts[part].replayed_rows,
+            gathered_keys=counts[part].gathered_keys,
+            chains=counts[part].chains,
             cost=float(cost[part]),
         )
         for rank, part in enumerate(order)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.blocks import BLOCK
+from harts.blocks import whole_blocks
 from harts.plan.problem import Problem
 
 __all__ = ["Bin", "cut_in_order", "pack_by_branch"]
@@ -106,7 +106,7 @@ def pack_by_branch(
     for at, branch in enumerate(problem.leaves.branches):
         children = [packed.pop(below) for below in branch.branches]
         children += [[(alone[leaf], length[leaf], length[leaf], leaf)] for leaf in branch.leaves]
-        packed[at] = packer.meet(children, limit_V[at], shared[at], branch.depth // BLOCK * BLOCK)
+        packed[at] = packer.meet(children, limit_V[at], shared[at], whole_blocks(branch.depth))
         if at in keep:
             kept[at] = packed[at].copy()
     return kept | packed, packer.part_L()
@@ -127,7 +127,7 @@ def cut_in_order(problem: Problem, limit: float, *, few: bool = False) -> Ints:
         int64 [L]: the first leaf of each leaf's run.
     """
     cost_L1, rows_L1, keys_L1 = problem.running
-    again, rows_again = problem.again, (problem.leaves.common_L // BLOCK * BLOCK).tolist()
+    again, rows_again = problem.again, whole_blocks(problem.leaves.common_L).tolist()
     best = [0.0]  # least cost, beyond that of the uncut tree, of the first j leaves
     start_of: list[int] = []
     window: deque[tuple[float, int]] = deque()  # (cost, first leaf), costs never falling

@@ -3,7 +3,7 @@
 Three sizes of a microbatch matter: its predicted cost, its rows (those fed to linear attention, so that replayed ones
 count) and its gathered keys. Each is a sum over its leaves, in row order, of the leaf's own size less the size of the
 path shared with the leaf before; so two sets of leaves that branch apart at depth d together have the sum of their
-sizes less `shared_cost(d)`, `d // 64 * 64` and 0.
+sizes less `shared_cost(d)`, `whole_blocks(d)` and 0.
 
 Shape suffixes: L leaves, V branch points, X whatever was asked for; a suffix 1 is one more entry.
 """
@@ -14,11 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from harts.blocks import BLOCK
-from harts.cost import Coefficients, visible_pairs
+from harts.blocks import whole_blocks
+from harts.cost import Coefficients, count_shared
 from harts.plan.leaves import Leaves
 
-__all__ = ["Problem", "pairs_cost"]
+__all__ = ["Problem"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -31,7 +31,7 @@ class Problem:
     Attributes:
         leaves: of the tree.
         time: coefficients of the cost to balance.
-        trained_L: int64 [L]: rows whose head work is counted with each leaf; zeros where the head costs nothing.
+        alone_L: float64 [L]: cost of each leaf's path as a microbatch of its own.
         token_budget: most rows of a microbatch, recomputed and replayed ones included.
         key_cap: most gathered keys of a microbatch.
         num_replicas: microbatches of a slot.
@@ -39,28 +39,14 @@ class Problem:
 
     leaves: Leaves
     time: Coefficients
-    trained_L: Ints
+    alone_L: Floats
     token_budget: int
     key_cap: int
     num_replicas: int
 
-    @cached_property
-    def alone_L(self) -> Floats:
-        """float64 [L]: cost of each leaf's path as a microbatch of its own."""
-        time, length_L = self.time, self.leaves.length_L
-        per_leaf = time.microbatches + time.chains
-        per_row = time.rows + time.linear_rows + time.gathered_keys
-        return np.asarray(
-            per_leaf + per_row * length_L + pairs_cost(time, length_L) + time.trained_rows * self.trained_L
-        )
-
     def shared_cost(self, depth_X: Ints) -> Floats:
         """float64 [X]: cost saved when two sets of leaves that branch apart at a depth run in one microbatch."""
-        time = self.time
-        linear_X = depth_X // BLOCK * BLOCK
-        return np.asarray(
-            time.microbatches + time.rows * depth_X + time.linear_rows * linear_X + pairs_cost(time, depth_X)
-        )
+        return self.time.of_each(count_shared(depth_X, window=self.time.window))
 
     # The same as lists, which loops over leaves read faster.
 
@@ -88,18 +74,18 @@ class Problem:
     def running(self) -> tuple[list[float], list[int], list[int]]:
         """Cost, rows and keys of the first 0, 1, ... L leaves in one microbatch, without the constant."""
         leaves = self.leaves
-        rows_L = leaves.length_L - leaves.common_L // BLOCK * BLOCK
+        rows_L = leaves.length_L - whole_blocks(leaves.common_L)
         sizes = (self.alone_L - self.shared_cost(leaves.common_L), rows_L, leaves.length_L)
         cost, rows, keys = (np.append(0, np.cumsum(size)).tolist() for size in sizes)
         return cost, rows, keys
 
     def subset(self, leaf_X: Ints) -> "Problem":
         """The same problem with some of the leaves only, int64 [X], ascending."""
-        return replace(self, leaves=self.leaves.subset(leaf_X), trained_L=self.trained_L[leaf_X])
+        return replace(self, leaves=self.leaves.subset(leaf_X), alone_L=self.alone_L[leaf_X])
 
     def reordered(self, leaf_L: Ints) -> "Problem":
         """The same problem with the leaves in another depth-first order, int64 [L]: new place -> leaf."""
-        return replace(self, leaves=self.leaves.reordered(leaf_L), trained_L=self.trained_L[leaf_L])
+        return replace(self, leaves=self.leaves.reordered(leaf_L), alone_L=self.alone_L[leaf_L])
 
     def cost_of_parts(self, part_L: Ints) -> Floats:
         """float64 [parts]: cost of each part, in the order of their names in `part_L`."""
@@ -108,11 +94,3 @@ class Problem:
         first = np.append(0, np.flatnonzero(np.diff(part_L[leaf_L])) + 1)
         cost_L[first] = self.alone_L[leaf_L[first]]
         return np.asarray(np.add.reduceat(cost_L, first))
-
-
-def pairs_cost(time: Coefficients, length_X: Ints) -> Floats:
-    """float64 [X]: cost of the visible pairs of the first rows of a path."""
-    cost_X = time.pairs * visible_pairs(length_X)
-    if time.window_pairs:
-        cost_X = cost_X + time.window_pairs * visible_pairs(length_X, time.window)
-    return np.asarray(cost_X, np.float64)
