@@ -153,6 +153,11 @@ SPARSE: dict[str, dict[str, Any]] = {
     "DeepseekV3": {},
     "Glm4MoeLite": {},
     "Mistral4": {},
+    "Afmoe": {},
+    "ExaoneMoe": {},
+    "GptOss": {},
+    "GraniteMoeSWA": {"shared_intermediate_size": 512},
+    "Mellum": {},
     "Dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2},
     "Ernie4_5_Moe": {},
     "FlexOlmo": {},
@@ -175,7 +180,7 @@ def test_flops_per_row_of_a_mixture_are_twice_the_parameters_that_a_row_meets(st
         model = getattr(transformers, f"{stem}ForCausalLM")(config)
     expected = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2 and "embed" not in name and "moe_statics" not in name:
+        if parameter.dim() >= 2 and not any(part in name for part in ("embed", "moe_statics", "proj_bias")):
             share = 1.0
             if ".experts." in name:  # [experts, out, in]
                 share = (config.to_dict().get("moe_topk") or config.num_experts_per_tok) / len(parameter)

@@ -13,7 +13,17 @@ from harts.models.attach import find_backbone
 from harts.models.families import FAMILIES as MODEL_TYPES
 
 LATENT = ("tiny-axk1", "tiny-deepseek-v3", "tiny-glm4-moe-lite")
-SIGMOIDS = (*LATENT, "tiny-dots1", "tiny-glm4-moe", "tiny-hunyuan3", "tiny-lfm2-moe", "tiny-minimax-m2", "tiny-solar")
+WINDOWED = ("tiny-afmoe", "tiny-exaone-moe")
+SIGMOIDS = (
+    *LATENT,
+    *WINDOWED,
+    "tiny-dots1",
+    "tiny-glm4-moe",
+    "tiny-hunyuan3",
+    "tiny-lfm2-moe",
+    "tiny-minimax-m2",
+    "tiny-solar",
+)
 """Those that score each expert by itself; written out here, as the tests are to find a wrong entry in the table."""
 
 

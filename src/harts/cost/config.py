@@ -30,7 +30,7 @@ from harts.cost.experts import Experts, Reader, expert_sizes
 
 __all__ = ["forward_flops", "model_identity"]
 
-_GATED_QUERIES = ("qwen3_5", "qwen3_next")
+_GATED_QUERIES = ("afmoe", "qwen3_5", "qwen3_next")
 _PLAIN_MLP = ("arcee", "starcoder2")
 _ATTENTION = ("full_attention", "sliding_attention")
 _LAYER_TYPES = {*_ATTENTION, "linear_attention", "conv"}

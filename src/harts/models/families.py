@@ -162,6 +162,12 @@ _PLAIN: tuple[tuple[str, str], ...] = (
 """Causal attention in every layer and a dense MLP: model type, stem of its classes."""
 
 _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
+    (
+        "afmoe",
+        "Afmoe",
+        "TokenChoiceRouter",
+        {"scores": "sigmoid", "bias": ARGUMENT, "epsilon": 1e-20, "scale": "route_scale", "weight": "gate.weight"},
+    ),
     ("dots1", "Dots1", "TopkRouter", _GROUPED_SIGMOIDS),
     (
         "ernie4_5_moe",
@@ -169,9 +175,12 @@ _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
         "TopKRouter",
         {"bias": "moe_statics.e_score_correction_bias", "floor": "norm_min"},
     ),
+    ("exaone_moe", "ExaoneMoe", "TopkRouter", _GROUPED_SIGMOIDS),
     ("flex_olmo", "FlexOlmo", "TopKRouter", _NORMALIZED_BY_CONFIG),
     ("glm4_moe", "Glm4Moe", "TopkRouter", _GROUPED_SIGMOIDS),
     ("granitemoe", "GraniteMoe", "TopKRouter", {}),
+    ("gpt_oss", "GptOss", "TopKRouter", {"added": "bias"}),
+    ("granitemoe_swa", "GraniteMoeSWA", "TopKRouter", {}),
     ("granitemoeshared", "GraniteMoeShared", "TopKRouter", {}),
     ("hunyuan_v1_moe", "HunYuanMoEV1", "Gate", {"weight": "wg.weight"}),
     (
@@ -180,6 +189,7 @@ _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
         "TopKRouter",
         {"scores": "sigmoid", "bias": ARGUMENT, "epsilon": 1e-20, "scale": "router_scaling_factor"},
     ),
+    ("mellum", "Mellum", "TopKRouter", _NORMALIZED_BY_CONFIG),
     ("minimax_m2", "MiniMaxM2", "TopKRouter", {"scores": "sigmoid", "bias": ARGUMENT}),
     ("mixtral", "Mixtral", "TopKRouter", {}),
     ("olmoe", "Olmoe", "TopKRouter", _NORMALIZED_BY_CONFIG),
@@ -215,8 +225,8 @@ _LATENT: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (
 """Latent attention in every layer: model type, stem of its classes, what its router does; None: a dense MLP."""
 
 _WINDOW_BY_TYPE = (
-    *("cohere2", "cwm", "dots1", "exaone4", "gemma2", "gemma3_text", "granite_swa", "ministral", "olmo3", "qwen2"),
-    *("qwen2_moe", "qwen3", "smollm3", "vaultgemma"),
+    *("afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gpt_oss", "granite_swa"),
+    *("granitemoe_swa", "mellum", "ministral", "olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3", "vaultgemma"),
 )
 """Those of them whose layers may have sliding windows, as `layer_types` says; they take a dictionary of masks."""
 

@@ -175,6 +175,35 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_hidden_layers": 2, **_LATENT, **_GROUPED, "head_dim": 16, "n_shared_experts": 1},
     ),
     "tiny-youtu": ("Youtu", {"num_hidden_layers": 2, **_LATENT}),
+    "tiny-gpt-oss": ("GptOss", {"num_hidden_layers": 2, **_MIXED, **_LOCAL_EXPERTS, "swiglu_limit": 0.02}),
+    "tiny-afmoe": (
+        "Afmoe",
+        {
+            "num_hidden_layers": 2,
+            **_MIXED,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "route_scale": 1.5,
+            "experts_implementation": "eager",
+        },
+    ),
+    "tiny-exaone-moe": (
+        "ExaoneMoe",
+        {
+            "num_hidden_layers": 2,
+            **_MIXED,
+            **{name: value for name, value in _GROUPED.items() if name != "n_routed_experts"},
+            "num_experts": 8,
+        },
+    ),
+    "tiny-granite-moe-swa": (
+        "GraniteMoeSWA",
+        {"num_hidden_layers": 2, **_MIXED, **_LOCAL_EXPERTS, "shared_intermediate_size": 32, "logits_scaling": 2.0},
+    ),
+    "tiny-mellum": ("Mellum", {"num_hidden_layers": 2, **_MIXED, **_EXPERTS}),
     "tiny-mixtral": (
         "Mixtral",
         {"num_hidden_layers": 2, **_LOCAL_EXPERTS},

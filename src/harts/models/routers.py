@@ -39,6 +39,7 @@ class Router:
         bias: attribute with what is added to scores where experts are chosen, and only there; `ARGUMENT`: it is the
             second argument of the forward.
         weight: attribute with the weight [experts, channels].
+        added: attribute with what is added to the logits, [experts].
     """
 
     module: str
@@ -52,6 +53,7 @@ class Router:
     grouped: tuple[str, str] | None = None
     bias: str | None = None
     weight: str = "weight"
+    added: str | None = None
 
     def gating(self, router: Any) -> Gating:
         """What one router of a model does with its logits."""
@@ -79,6 +81,10 @@ class Router:
     def weight_of(self, router: Any) -> Tensor:
         """[E, channels]."""
         return _attribute(router, self.weight)  # type: ignore[no-any-return]
+
+    def added_to(self, router: Any) -> Tensor | None:
+        """[E], what is added to the logits of one router; None: nothing."""
+        return None if self.added is None else _attribute(router, self.added)
 
 
 def _attribute(module: Any, path: str) -> Any:
