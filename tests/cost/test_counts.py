@@ -122,14 +122,21 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
 
 DENSE = "Qwen3_5Text,Qwen3,Llama,Mistral,Qwen2,Olmo2,Arcee,Ernie4_5,Gemma,Glm,Glm4,Granite,Helium,HunYuanDenseV1,"
 DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2,Cohere2,Cwm,Exaone4,Gemma2,Gemma3Text,GraniteSWA,Ministral,"
-DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma"
+DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma,Bamba,GraniteMoeHybrid"
 
 
-@pytest.mark.parametrize("name", [f"{stem}Config" for stem in DENSE.split(",")])
-def test_flops_per_row_are_twice_the_parameters(name: str) -> None:
+DENSE_OPTIONS: dict[str, dict[str, Any]] = {
+    "Bamba": {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": {"num_local_experts": 0, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+}
+
+
+@pytest.mark.parametrize("stem", DENSE.split(","))
+def test_flops_per_row_are_twice_the_parameters(stem: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    config: Any = getattr(transformers, name)(num_hidden_layers=4, tie_word_embeddings=False)
+    options = DENSE_OPTIONS.get(stem, {})
+    config: Any = getattr(transformers, f"{stem}Config")(num_hidden_layers=4, tie_word_embeddings=False, **options)
     if getattr(config, "head_dim", 0) is None:  # Hunyuan's class has no default
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):
@@ -163,6 +170,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "FlexOlmo": {},
     "Glm4Moe": {},
     "GraniteMoe": {},
+    "GraniteMoeHybrid": {},
     "GraniteMoeShared": {"shared_intermediate_size": 512},
     "HunYuanMoEV1": {"num_experts": 16, "moe_topk": 4, "head_dim": 128},
     "HYV3": {},

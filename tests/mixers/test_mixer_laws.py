@@ -54,7 +54,7 @@ def on_tree(mixer: Mixer, packed: PackedTree, broken: PackedTree | None = None) 
 def in_pieces(mixer: Mixer, packed: PackedTree, starts: list[int]) -> Results:
     """A forward sweep over pieces without gradients, then a backward sweep in which each runs again."""
     pieces = packed.pieces(starts)
-    store = Store(Exchange(mixer, pieces))
+    store = Store(Exchange((mixer,), pieces))
     rows, shared = example(mixer, packed.num_rows)
     inputs = [x.requires_grad_() for x in (*rows, *shared)]
 

@@ -32,6 +32,13 @@ HYBRID, DENSE, EXPERTS = "tiny-qwen3.5", "tiny-qwen3", "tiny-qwen3-moe"
         (EXPERTS, {"num_experts": 0}, r"config\.num_experts = 0 is not supported for qwen3_moe"),
         (EXPERTS, {"num_experts_per_tok": 9}, r"config\.num_experts_per_tok = 9: expected a number from 1 to .* = 8"),
         (HYBRID, {"linear_num_value_heads": 3}, r"config\.linear_num_value_heads = 3: expected a multiple of .* = 2"),
+        ("tiny-bamba", {"mamba_d_conv": 5}, r"config\.mamba_d_conv = 5 is not supported; .* at most 4"),
+        ("tiny-bamba", {"hidden_act": "gelu"}, r"config\.hidden_act = 'gelu' is not supported; .* 'silu' or 'swish'"),
+        (
+            "tiny-bamba",
+            {"mamba_n_groups": 3, "mamba_n_heads": 8},
+            r"mamba_n_heads: expected a multiple of .* = 3, got 8",
+        ),
         (DENSE, {"num_key_value_heads": 3}, r"config\.num_attention_heads = 4: expected a multiple of .* = 3"),
     ],
 )
@@ -48,6 +55,7 @@ def test_options_that_the_ops_do_not_have_are_refused_at_attach(preset: str, set
         (DENSE, {"hidden_act": "gelu"}),  # only linear attention has it inside
         (HYBRID, {"hidden_act": "gelu", "layer_types": ["full_attention"] * 4}),
         (EXPERTS, {"mlp_only_layers": [0, 1]}),
+        ("tiny-granite-hybrid", {"num_local_experts": 0}),
         (DENSE, {"return_dict": False}),
     ],
 )

@@ -17,12 +17,14 @@ from harts.cost.counts import (
 )
 from harts.cost.experts import Experts, expert_sizes
 from harts.cost.model import CostModel, TimedRun
+from harts.cost.recurrent import Mamba2Sizes, mamba2_sizes
 
 __all__ = [
     "Coefficients",
     "CostModel",
     "Counts",
     "Experts",
+    "Mamba2Sizes",
     "TimedRun",
     "count",
     "count_paths",
@@ -31,6 +33,7 @@ __all__ = [
     "expert_sizes",
     "forward_flops",
     "leaf_paths",
+    "mamba2_sizes",
     "model_identity",
     "trained_rows_by",
     "visible_pairs",

@@ -1,6 +1,6 @@
 """FLOPs of a model, from the sizes in its transformers config (read by attribute or key; nothing is imported).
 
-A multiply-add counts 2. Counted are matrix products and the two mixers; norms, activations, rotary embeddings and the
+A multiply-add counts 2. Counted are matrix products and the mixers; norms, activations, rotary embeddings and the
 embedding's look-up are not. The formulas, per layer and row unless said otherwise:
 
 - full attention: 2 x hidden x (queries + keys + values + output), queries doubled where an output gate is part of
@@ -12,6 +12,9 @@ embedding's look-up are not. The formulas, per layer and row unless said otherwi
   convolution's taps, and the chunked recurrence of Yang et al., "Gated Delta Networks" (2024): with chunks of C = 64,
   per value head 2C x (3 key_dim + 2 value_dim) for K K^T, Q K^T and the triangular systems' products, and
   6 x key_dim x value_dim for reading and updating the state. Replayed rows repeat only the recurrence.
+- Mamba2: 2 x hidden x (2 inner + 2 groups x state + heads) in and 2 x inner x hidden out, the short convolution's taps,
+  and the chunked recurrence of Dao and Gu, "Transformers are SSMs" (2024): with chunks of C = 64, per head
+  2C x (state + head_dim) for C B^T and its product with x, and 4 x state x head_dim for reading and updating the state.
 - short convolution with two gates (LFM2): 2 x hidden x 4 hidden for its projections, and the taps.
 - MLP: 6 x hidden x intermediate, 4 x where it has no gate; mixture of experts: that of the experts chosen per token,
   the shared expert and the router.
@@ -20,6 +23,7 @@ embedding's look-up are not. The formulas, per layer and row unless said otherwi
 A backward counts twice its forward.
 """
 
+import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -27,13 +31,20 @@ from typing import Any
 from harts.blocks import BLOCK
 from harts.cost.counts import Coefficients
 from harts.cost.experts import Experts, Reader, expert_sizes
+from harts.cost.recurrent import Mamba2Sizes, mamba2_sizes
 
 __all__ = ["forward_flops", "model_identity"]
 
 _GATED_QUERIES = ("afmoe", "qwen3_5", "qwen3_next")
-_PLAIN_MLP = ("arcee", "starcoder2")
-_ATTENTION = ("full_attention", "sliding_attention")
-_LAYER_TYPES = {*_ATTENTION, "linear_attention", "conv"}
+_PLAIN_MLP = ("arcee", "nemotron_h", "starcoder2")
+_MLP_WIDTH = {"granitemoehybrid": "shared_intermediate_size"}
+"""Fields with the width of the MLP of model types that call it otherwise."""
+_ATTENTION = {"full_attention": "full_attention", "hybrid": "full_attention", "sliding_attention": "sliding_attention"}
+"""Which pairs the attention of a layer's type sees."""
+_LINEAR = ("linear_attention", "hybrid")
+_LAYER_TYPES = {*_ATTENTION, *_LINEAR, "conv", "mlp"}
+_ONE_PART = ("nemotron_h",)
+"""Model types whose decoder layers are either a mixer or an MLP."""
 _IDENTITY_FIELDS = (
     "model_type",
     "vocab_size",
@@ -77,7 +88,8 @@ def forward_flops(config: Any) -> Coefficients:
     hidden = sizes.need("hidden_size")
     experts = expert_sizes(sizes)
     rows = linear_rows = 0.0
-    pairs = dict.fromkeys(_ATTENTION, 0.0)
+    pairs = dict.fromkeys(_ATTENTION.values(), 0.0)
+    one_part = sizes.get("model_type", "") in _ONE_PART
     for layer, kind in enumerate(sizes.layer_types()):
         if kind in _ATTENTION and sizes.get("kv_lora_rank", 0):
             per_row, per_pair = _latent_attention(sizes, hidden)
@@ -87,14 +99,15 @@ def forward_flops(config: Any) -> Coefficients:
             heads, head_dim = sizes.need("num_attention_heads"), sizes.head_dim()
             queries, keys = heads * head_dim, sizes.get("num_key_value_heads", heads) * head_dim
             rows += 2 * hidden * (queries * (2 + sizes.has_query_gate()) + 2 * keys)
-            pairs[kind] += 4 * queries
-        elif kind == "conv":
+            pairs[_ATTENTION[kind]] += 4 * queries
+        if kind == "conv":
             rows += 2 * hidden * (4 * hidden + sizes.need("conv_L_cache"))
-        else:
-            per_row, per_linear_row = _gated_delta_rule(sizes, hidden)
+        if kind in _LINEAR:
+            per_row, per_linear_row = _linear_attention(sizes, hidden)
             rows += per_row
             linear_rows += per_linear_row
-        rows += _mlp(sizes, experts, layer, hidden)
+        if kind == "mlp" or not one_part:
+            rows += _mlp(sizes, experts, layer, hidden)
     head = 2.0 * hidden * sizes.need("vocab_size")
     return Coefficients(
         rows=rows,
@@ -116,6 +129,9 @@ def model_identity(config: Any) -> str:
         fields.pop("head_dim", None)
     if sizes.window() is not None:
         fields["sliding_window"] = sizes.window()
+    mamba2 = mamba2_sizes(sizes)
+    if mamba2 is not None:
+        fields["mamba2"] = dataclasses.astuple(mamba2)
     experts = expert_sizes(sizes)
     fields["num_experts"] = 0 if experts is None else experts.number
     if experts is not None:
@@ -137,13 +153,9 @@ class _Sizes(Reader):
         return bool(self.get("attn_output_gate", of_type))
 
     def layer_types(self) -> list[str]:
-        number = self.need("num_hidden_layers")
-        every = self.get("full_attention_interval", None)
-        kinds = self.get("layer_types", None)
-        if kinds is None and every is not None:
-            kinds = ["full_attention" if (at + 1) % every == 0 else "linear_attention" for at in range(number)]
-        alike = "sliding_attention" if self.get("sliding_window", 0) else "full_attention"
-        kinds = list(kinds) if kinds is not None else [alike] * number
+        kinds = self.first(("layer_types", "layers_block_type"), None)
+        number = len(kinds) if self.get("model_type", "") in _ONE_PART and kinds else self.need("num_hidden_layers")
+        kinds = list(kinds) if kinds is not None else self._types_of_other_fields(number)
         unknown = sorted(set(kinds) - _LAYER_TYPES)
         if unknown or len(kinds) != number:
             got = f"{unknown}" if unknown else f"{len(kinds)} of them for {number} layers"
@@ -153,13 +165,36 @@ class _Sizes(Reader):
             )
         return kinds
 
+    def _types_of_other_fields(self, number: int) -> list[str]:
+        every = self.get("full_attention_interval", None)
+        if every is not None:
+            return ["full_attention" if (at + 1) % every == 0 else "linear_attention" for at in range(number)]
+        kind = self.get("model_type", "")
+        if kind == "bamba":
+            full = self.get("attn_layer_indices", ())
+            return ["full_attention" if at in full else "linear_attention" for at in range(number)]
+        alike = "sliding_attention" if self.get("sliding_window", 0) else "full_attention"
+        return ["hybrid" if kind == "falcon_h1" else alike] * number
+
     def window(self) -> int | None:
         """Of layers with a sliding window; None without any."""
         return self.need("sliding_window") if "sliding_attention" in self.layer_types() else None
 
 
-def _gated_delta_rule(sizes: _Sizes, hidden: int) -> tuple[float, float]:
+def _linear_attention(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     """FLOPs of one layer per row, and per row of the recurrence."""
+    mamba2 = mamba2_sizes(sizes)
+    return _gated_delta_rule(sizes, hidden) if mamba2 is None else _mamba2(mamba2, hidden)
+
+
+def _mamba2(sizes: Mamba2Sizes, hidden: int) -> tuple[float, float]:
+    projections = 2 * hidden * (sizes.inner + sizes.channels + sizes.heads) + 2 * sizes.inner * hidden
+    state, size = sizes.state_size, sizes.head_size
+    chunk = 2 * BLOCK * (state + size) + 4 * state * size
+    return projections + 2 * sizes.taps * sizes.channels, sizes.heads * chunk
+
+
+def _gated_delta_rule(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     key_dim, value_dim = sizes.need("linear_key_head_dim"), sizes.need("linear_value_head_dim")
     key_heads, value_heads = sizes.need("linear_num_key_heads"), sizes.need("linear_num_value_heads")
     keys, values = key_heads * key_dim, value_heads * value_dim
@@ -188,8 +223,9 @@ def _mlp(sizes: _Sizes, experts: Experts | None, layer: int, hidden: int) -> flo
     if sizes.get("block_auto_adjust_ff_dim", False):
         return 6.0 * hidden * _adjusted_width(sizes)
     if experts is None or not experts.layers[layer]:
-        products = 2 if sizes.get("model_type", "") in _PLAIN_MLP else 3
-        return 2.0 * products * hidden * sizes.need("intermediate_size")
+        kind = sizes.get("model_type", "")
+        products = 2 if kind in _PLAIN_MLP else 3
+        return 2.0 * products * hidden * sizes.need(_MLP_WIDTH.get(kind, "intermediate_size"))
     widths = experts.per_token * experts.width + experts.shared_width
     return 6.0 * hidden * widths + 2.0 * hidden * (experts.number + experts.shared_gate)
 

@@ -4,6 +4,7 @@ from harts.mixers.attention import Attention, SlidingAttention
 from harts.mixers.context import Context, Wanted
 from harts.mixers.gated_delta_rule import GatedDeltaRule
 from harts.mixers.latent import LatentAttention
+from harts.mixers.mamba2 import Mamba2
 from harts.mixers.protocol import Mixer
 from harts.mixers.short_conv import ShortConv
 from harts.mixers.store import Exchange, Store
@@ -15,6 +16,7 @@ __all__ = [
     "Exchange",
     "GatedDeltaRule",
     "LatentAttention",
+    "Mamba2",
     "Mixer",
     "ShortConv",
     "SlidingAttention",
@@ -22,5 +24,5 @@ __all__ = [
     "Wanted",
 ]
 
-MIXERS: tuple[type[Mixer], ...] = (Attention, SlidingAttention, LatentAttention, GatedDeltaRule, ShortConv)
+MIXERS: tuple[type[Mixer], ...] = (Attention, SlidingAttention, LatentAttention, GatedDeltaRule, Mamba2, ShortConv)
 """Every mixer; the laws of `tests/mixers` run over them."""

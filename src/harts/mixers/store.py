@@ -35,15 +35,15 @@ class _Read:
 
 
 class Exchange:
-    """Which rows each piece reads from which, for one mixer; layers with the same mixer share it.
+    """Which rows each piece reads from which, in one layer; layers with the same mixers share it.
 
     Args:
-        mixer: of the layers.
+        mixers: those of one layer, which read under different names; none where its rows do not see each other.
         pieces: from `PackedTree.pieces`, all of them.
     """
 
-    def __init__(self, mixer: Mixer, pieces: Sequence[PackedTree]) -> None:
-        outside = [mixer.outside(piece) for piece in pieces]
+    def __init__(self, mixers: Sequence[Mixer], pieces: Sequence[PackedTree]) -> None:
+        outside = [{name: rows for mixer in mixers for name, rows in mixer.outside(piece).items()} for piece in pieces]
         starts_P1 = np.array([*(piece.start for piece in pieces), pieces[0].tree.num_rows])
         self.reads: list[dict[str, list[_Read]]] = [{} for _ in pieces]
         self.wanted: list[dict[str, Wanted]] = [{} for _ in pieces]
@@ -75,7 +75,7 @@ class Store:
     """One layer's store over all pieces of one tree.
 
     Args:
-        exchange: of the layer's mixer.
+        exchange: of the layer.
     """
 
     def __init__(self, exchange: Exchange) -> None:

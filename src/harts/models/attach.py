@@ -81,7 +81,8 @@ def attach(model: nn.Module) -> nn.Module:
         _check_layers(backbone)
         twins = backbone.family.twins()
         swap(backbone.text, twins)
-        mixers = {*backbone.family.mixer_classes().values(), *twins.values()}
+        theirs = {kind for kinds in backbone.family.mixer_classes().values() for kind in kinds}
+        mixers = theirs | set(twins.values())
         install(backbone.text, mixers, backbone.family.router_class())
         install_watch(backbone.text, mixers)
         setattr(backbone.text, _MARK, True)
@@ -143,8 +144,8 @@ def _check_layers(backbone: Backbone) -> None:
     """Counts the mixers found against the config, so that none is missed."""
     types = layer_types(backbone.config)
     classes = backbone.family.mixer_classes()
-    expected = Counter(dict.fromkeys(classes.values(), 0))
-    expected.update(classes[name] for name in types)
+    expected = Counter({kind: 0 for kinds in classes.values() for kind in kinds})
+    expected.update(kind for name in types for kind in classes[name])
     router = backbone.family.router_class()
     if router is not None:
         expected[router] = sum(map(backbone.has_experts, range(len(types))))

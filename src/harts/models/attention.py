@@ -60,8 +60,7 @@ def register(original: str) -> str:
 
 def _mixer_of(module: Any, kwargs: dict[str, Any]) -> Attention:
     """What an attention module is: its window as its layer's type says, by which transformers masks."""
-    mixer = FAMILIES[module.config.model_type].mixer_of(module.config, module.layer_idx)
-    assert isinstance(mixer, Attention), "only attention goes through the interface"
+    mixer = FAMILIES[module.config.model_type].attention_of(module.config, module.layer_idx)
     return dataclasses.replace(mixer, scale=kwargs["scaling"], softcap=kwargs.get("softcap"))
 
 

@@ -1,10 +1,11 @@
 """Options of transformers' text configs that a tree does not take, named when a model is attached."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from harts.cost import expert_sizes
-from harts.models.families import layer_types
+from harts.cost import expert_sizes, mamba2_sizes
+from harts.mixers import GatedDeltaRule, Mamba2, Mixer
+from harts.models.families import Layer, layer_types
 
 __all__ = ["check_adapters", "check_config"]
 
@@ -12,6 +13,9 @@ _TAPS = 4
 """Of the short convolution: a row of the tree knows its three ancestors."""
 
 _ACTIVATIONS = ("silu", "swish")
+
+_DENSE_TOO = ("granitemoehybrid",)
+"""Model types that may have no experts at all."""
 
 _BY_WHOLE_FORWARD = ("XLORA", "POLY", "SHADOW")
 """Kinds of adapters whose layers take what the forward of peft's wrapper makes of the whole row or of its arguments."""
@@ -61,7 +65,7 @@ _COUPLING = (
 )
 
 
-def check_config(config: Any, known: Collection[str], *, has_router: bool) -> None:
+def check_config(config: Any, known: Mapping[str, Layer | None], *, has_router: bool) -> None:
     """Refuses options of a text config that the tree ops do not have, or that sharing would change.
 
     Args:
@@ -76,9 +80,12 @@ def check_config(config: Any, known: Collection[str], *, has_router: bool) -> No
     _check_types(config, types, known)
     _check_coupling(config)
     _check_attention(config)
-    if "linear_attention" in types:
-        _check_linear(config)
-    if has_router:
+    layers = [known[kind] for kind in dict.fromkeys(types)]
+    mixers = {each.mixer for layer in layers if layer is not None for each in layer.mixers()}
+    for mixer, check in _CHECKS.items():
+        if mixer in mixers:
+            check(config)
+    if has_router and config.model_type not in _DENSE_TOO:
         _check_experts(config)
 
 
@@ -123,17 +130,31 @@ def _check_attention(config: Any) -> None:
         )
 
 
+def _check_convolution(config: Any, taps: str, activation: str) -> None:
+    """By the names of its fields."""
+    if getattr(config, taps) > _TAPS:
+        raise ValueError(
+            f"model: config.{taps} = {getattr(config, taps)} is not supported; the short convolution on a tree has at "
+            f"most {_TAPS} taps"
+        )
+    if getattr(config, activation) not in _ACTIVATIONS:
+        raise ValueError(
+            f"model: config.{activation} = {getattr(config, activation)!r} is not supported; linear attention on a "
+            f"tree has {' or '.join(map(repr, _ACTIVATIONS))} behind its short convolution"
+        )
+
+
+def _check_mamba2(config: Any) -> None:
+    mamba2_sizes(config)
+    _check_convolution(
+        config,
+        next(name for name in ("mamba_d_conv", "conv_kernel") if hasattr(config, name)),
+        "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act",
+    )
+
+
 def _check_linear(config: Any) -> None:
-    if config.linear_conv_kernel_dim > _TAPS:
-        raise ValueError(
-            f"model: config.linear_conv_kernel_dim = {config.linear_conv_kernel_dim} is not supported; the short "
-            f"convolution on a tree has at most {_TAPS} taps"
-        )
-    if config.hidden_act not in _ACTIVATIONS:
-        raise ValueError(
-            f"model: config.hidden_act = {config.hidden_act!r} is not supported; linear attention on a tree has "
-            f"{' or '.join(map(repr, _ACTIVATIONS))} behind its short convolution"
-        )
+    _check_convolution(config, "linear_conv_kernel_dim", "hidden_act")
     heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
     if heads % groups:
         raise ValueError(
@@ -148,3 +169,6 @@ def _check_experts(config: Any) -> None:
             f"model: config.num_experts = 0 is not supported for {config.model_type}; expected a mixture of "
             "experts, or layers made dense by config.mlp_only_layers"
         )
+
+
+_CHECKS: Mapping[type[Mixer], Callable[[Any], None]] = {GatedDeltaRule: _check_linear, Mamba2: _check_mamba2}

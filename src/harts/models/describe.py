@@ -41,7 +41,7 @@ def family_facts(config: Any) -> FamilyFacts:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(f"config: expected a model_type of {', '.join(FAMILIES)}, got {config.model_type!r}")
-    mixers = dict.fromkeys(layer.mixer for layer in family.layers.values())
+    mixers = family.mixer_types()
     router = None
     if family.router is not None:
         router = f"grouped {family.router.scores}" if family.router.groups else family.router.scores

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harts.mixers import Attention, GatedDeltaRule, LatentAttention, Mixer, ShortConv, SlidingAttention
+from harts.mixers import Attention, GatedDeltaRule, LatentAttention, Mamba2, Mixer, ShortConv, SlidingAttention
 from harts.models.routers import ARGUMENT, Router
 
 __all__ = ["FAMILIES", "Family", "Layer", "layer_types"]
@@ -23,11 +23,17 @@ class Layer:
         mixer: what that is on a tree.
         twin: "module:Class" of ours that takes its place; None where it runs as it is, through transformers' attention
             interface.
+        beside: another mixer of the same layer, which reads its context under other names; None without one.
     """
 
     module: str
     mixer: type[Mixer]
     twin: str | None = None
+    beside: "Layer | None" = None
+
+    def mixers(self) -> list["Layer"]:
+        """It and those beside it."""
+        return [self, *(() if self.beside is None else self.beside.mixers())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +41,7 @@ class Family:
     """What `attach` has to know of one `model_type`.
 
     Attributes:
-        layers: its types of decoder layers.
+        layers: its types of decoder layers; None for one without a token mixer, whose rows do not see each other.
         mask: what to hand the backbone as `attention_mask` so that it builds none of its own; None: nothing for each
             type of layer.
         router: that of its mixture-of-experts layers; None without any.
@@ -43,30 +49,41 @@ class Family:
         since: first version of transformers whose layers hand the mixers what they need; "" for all that HARTS takes.
     """
 
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, Layer | None]
     mask: Callable[[torch.device], Any] | None = None
     router: Router | None = None
     fused: str | None = None
     since: str = ""
 
-    def mixer_classes(self) -> dict[str, type[nn.Module]]:
-        """The class of the mixer in each type of layer."""
-        return {kind: _load(layer.module) for kind, layer in self.layers.items()}
+    def mixer_classes(self) -> dict[str, list[type[nn.Module]]]:
+        """The classes of the mixers in each type of layer."""
+        return {kind: [_load(each.module) for each in self._mixers(kind)] for kind in self.layers}
 
     def twins(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Classes of ours by those whose place they take."""
-        pairs = [(layer.module, layer.twin) for layer in self.layers.values() if layer.twin is not None]
-        return {_load(theirs): _load(ours) for theirs, ours in pairs}
+        every = [each for kind in self.layers for each in self._mixers(kind)]
+        return {_load(each.module): _load(each.twin) for each in every if each.twin is not None}
 
-    def mixers(self, config: Any) -> list[Mixer]:
-        """The mixer of each decoder layer."""
+    def mixer_types(self) -> list[type[Mixer]]:
+        """Every mixer that a layer may have."""
+        return list(dict.fromkeys(each.mixer for kind in self.layers for each in self._mixers(kind)))
+
+    def mixers(self, config: Any) -> list[tuple[Mixer, ...]]:
+        """The mixers of each decoder layer."""
         types = layer_types(config)
-        of_type = {kind: self.layers[kind].mixer.from_config(config) for kind in dict.fromkeys(types)}
+        of_type = {
+            kind: tuple(each.mixer.from_config(config) for each in self._mixers(kind)) for kind in dict.fromkeys(types)
+        }
         return [of_type[kind] for kind in types]
 
-    def mixer_of(self, config: Any, layer: int) -> Mixer:
-        """The mixer of one decoder layer."""
-        return self.layers[layer_types(config)[layer]].mixer.from_config(config)
+    def attention_of(self, config: Any, layer: int) -> Attention:
+        """The attention of one decoder layer that has some."""
+        mixers = (each.mixer.from_config(config) for each in self._mixers(layer_types(config)[layer]))
+        return next(each for each in mixers if isinstance(each, Attention))
+
+    def _mixers(self, kind: str) -> list[Layer]:
+        layer = self.layers[kind]
+        return [] if layer is None else layer.mixers()
 
     def attention_mask(self, device: torch.device) -> Any:
         """What to hand the backbone as `attention_mask`."""
@@ -114,6 +131,15 @@ def _hybrid(module: str, attention: str, linear: str, twin: str) -> dict[str, La
     return {
         **_attention(f"{module}:{attention}"),
         "linear_attention": Layer(f"{_MODELS}.{module}:{linear}", GatedDeltaRule, twin),
+    }
+
+
+def _mamba2(name: str, stem: str, mixer: str) -> dict[str, Layer]:
+    """Attention or Mamba2."""
+    module = f"{name}.modeling_{name}"
+    return {
+        **_attention(f"{module}:{stem}Attention"),
+        "linear_attention": Layer(f"{_MODELS}.{module}:{stem}{mixer}", Mamba2, f"harts.models.{name}:TreeMamba2Mixer"),
     }
 
 
@@ -274,6 +300,11 @@ FAMILIES: dict[str, Family] = {
         for name, stem, suffix, what in _SPARSE
     },
     **{name: _latent(name, stem, what) for name, stem, what in _LATENT},
+    "bamba": Family(layers=_mamba2("bamba", "Bamba", "Mixer")),
+    "granitemoehybrid": Family(
+        layers=_mamba2("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer"),
+        router=Router(module=f"{_MODELS}.granitemoehybrid.modeling_granitemoehybrid:GraniteMoeHybridTopKRouter"),
+    ),
     "lfm2": Family(
         layers={
             **_attention("lfm2.modeling_lfm2:Lfm2Attention"),

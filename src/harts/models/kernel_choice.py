@@ -1,7 +1,7 @@
 """Which implementations of the ops a model runs with where nothing is named."""
 
-import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
     On a CUDA GPU `Kernels.fastest()`, but the gated delta rule is plain for any dtype but bf16 and any head size but
     128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
     plain in fp64. Attention with sliding windows, sinks, soft-capped scores or latents (MLA) is plain too: `"varlen"`
-    and `"fa4"` take the first two where they are named, but have not been measured with them on a GPU. Dtype and device
-    are those that FSDP2 computes with, if the model is sharded. The plain ones elsewhere. `harts train` and `harts
-    bench` write down what ran.
+    and `"fa4"` take the first two where they are named, but have not been measured with them on a GPU. Mamba2's
+    recurrence has no kernel and is plain always. Dtype and device are those that FSDP2 computes with, if the model is
+    sharded. The plain ones elsewhere. `harts train` and `harts bench` write down what ran.
 
     Args:
         model: of a supported family; its parameters lie on one device.
@@ -76,8 +76,7 @@ def has_kernel(mixer: type[Mixer], config: Any) -> bool:
     op = _OP_OF_MIXER.get(mixer)
     if op is None:
         return False
-    config = copy.deepcopy(config)
-    config.head_dim = config.linear_key_head_dim = config.linear_value_head_dim = 128
-    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    heads = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 128)
+    config = SimpleNamespace(**{**config.to_dict(), **heads, "layer_types": ["full_attention"]})
     fastest = Kernels(gated_delta_rule="triton", causal_conv1d="triton", attention="varlen")
     return bool(getattr(_choose(fastest, torch.bfloat16, config), op) == getattr(fastest, op))

@@ -38,6 +38,15 @@ _QUARTER_ROTARY: Mapping[str, Any] = {
 }
 _THREE_SECTIONS = {"rope_parameters": {**_QUARTER_ROTARY, "mrope_section": [1, 1, 0]}}
 
+_MAMBA2: Mapping[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_d_head": 16,
+    "mamba_chunk_size": 32,
+}
+
 _EXPERTS: Mapping[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -128,6 +137,22 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-starcoder2": (
         "Starcoder2",
         {"num_hidden_layers": 2, "sliding_window": 24, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+    "tiny-bamba": ("Bamba", {"num_hidden_layers": 3, **_MAMBA2, "attn_layer_indices": [1], "pad_token_id": 0}),
+    "tiny-granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 3,
+            **_MAMBA2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **_LOCAL_EXPERTS,
+            "shared_intermediate_size": 96,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.0,
+            "time_step_limit": (0.9, 1.1),
+        },
     ),
     "tiny-lfm2": (
         "Lfm2",

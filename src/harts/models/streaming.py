@@ -63,8 +63,8 @@ class Stream:
         self._scorer = scorer
         backbone = scorer.backbone
         mixers = backbone.family.mixers(backbone.config)
-        exchanges = {mixer: Exchange(mixer, self.pieces) for mixer in dict.fromkeys(mixers)}
-        self._stores = [Store(exchanges[mixer]) for mixer in mixers]
+        exchanges = {each: Exchange(each, self.pieces) for each in dict.fromkeys(mixers)}
+        self._stores = [Store(exchanges[each]) for each in mixers]
         self._alive: dict[int, _Run] = {}
         self._autocast = _autocast_of(packed.device)
 

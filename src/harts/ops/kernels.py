@@ -17,7 +17,8 @@ class Kernels:
     """The `impl=` of every op in a model's forward pass.
 
     Attributes:
-        gated_delta_rule, causal_conv1d, attention, row_logprobs: names that the ops know; see their docstrings.
+        gated_delta_rule, linear_attention, causal_conv1d, attention, row_logprobs: names that the ops know; see their
+            docstrings.
         chunk_rows: logit rows that exist at once in `row_logprobs`.
         deterministic: gradients of attention are equal in every bit from run to run (all else is anyway); the flash
             kernels take longer for it.
@@ -30,6 +31,7 @@ class Kernels:
     """
 
     gated_delta_rule: str = "reference"
+    linear_attention: str = "reference"
     causal_conv1d: str = "reference"
     attention: str = "reference"
     row_logprobs: str = "chunked"
