@@ -228,6 +228,8 @@ def test_check_holds_in_fp64(model: str) -> None:
     document = run("check", *SMALL, "--model", model)
     assert document["ok"] is True
     assert document["logprob_max_abs"] < 1e-10
+    assert document["family"]["model_type"] == {"tiny-qwen3.5": "qwen3_5_text", "tiny-llama": "llama"}[model]
+    assert document["family"]["kernels"] == document["family"]["mixers"]
     assert document["grad_max_rel"] < 1e-8
     assert 0 < document["logprob_bitwise_equal_fraction"] <= 1
     (batch,) = document["batches"]

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from harts.models import tiny_model
 from harts.models.attach import find_backbone
+from harts.models.describe import FamilyFacts, family_facts
 from harts.models.kernel_choice import _choose, default_kernels
 from harts.ops.kernels import Kernels
 from harts.testing.shapes import QWEN3_5_4B
@@ -47,3 +49,25 @@ def test_a_cpu_runs_the_plain_ones(deterministic: bool) -> None:
     assert default_kernels(tiny_model("tiny-qwen3.5"), deterministic=deterministic) == Kernels(
         deterministic=deterministic
     )
+
+
+def test_latent_attention_is_plain_on_a_gpu() -> None:
+    """Its values are of another size than its keys."""
+    config = tiny_model("tiny-deepseek-v3").config
+    assert _choose(FASTEST, torch.bfloat16, config).attention == "reference"  # type: ignore[arg-type]
+
+
+def test_facts_of_families_for_tables() -> None:
+    def facts(name: str) -> FamilyFacts:
+        return family_facts(tiny_model(name).config)
+
+    hybrid, latent = facts("tiny-qwen3.5"), facts("tiny-deepseek-v3")
+    assert (hybrid.mixers, hybrid.router) == (("attention", "gated delta rule"), None)
+    assert hybrid.kernels == hybrid.mixers
+    assert (latent.mixers, latent.kernels, latent.router) == (("latent attention",), (), "grouped sigmoid")
+    windows = facts("tiny-olmo3")
+    assert windows.mixers == ("attention", "sliding attention")
+    assert windows.kernels == ("attention",)
+    assert windows.model_type == "olmo3"
+    with pytest.raises(ValueError, match=r"config: expected a model_type of .*, got 'gpt2'"):
+        family_facts(GPT2Config())
