@@ -36,7 +36,7 @@ def check_against_trie(tree: PrefixTree) -> None:
             assert tree.depth_T[row] == depth
             assert tree.token_ids_T[row] == tokens[depth]
             assert tree.parent_T[row] == (rows[depth - 1] if depth else -1)
-            assert tree.multiplicity_T[row] == len(prefixes[prefix])
+            assert tree.multiplicity_S[tree.segment_of_T[row]] == len(prefixes[prefix])
     assert sorted(row_of.values()) == list(range(tree.num_rows))
     # A segment is a maximal run of rows with one set of trajectories through it.
     users = {row: prefixes[prefix] for prefix, row in row_of.items()}
@@ -49,7 +49,6 @@ def check_against_trie(tree: PrefixTree) -> None:
     for segment, parent in enumerate(tree.parent_S.tolist()):
         above = int(tree.parent_T[tree.start_S[segment]])
         assert parent == (-1 if above < 0 else int(tree.segment_of_T[above]))
-        assert tree.segment_path(segment)[-1] == segment
     trained = {int(row) for i, t in enumerate(tree.trajectories) for row in tree.rows_of(i)[t.loss_mask]}
     assert np.flatnonzero(tree.trained_T).tolist() == sorted(trained)
 
@@ -104,8 +103,8 @@ def test_five_thousand_nested_prefixes_need_no_recursion() -> None:
     path = RNG.integers(0, 50, 5000)
     tree = PrefixTree.build(of_tokens(*[path[:length] for length in range(1, 5001)]))
     assert (tree.num_rows, tree.num_segments) == (5000, 5000)
-    assert tree.multiplicity_T.tolist() == list(range(5000, 0, -1))
-    assert [level for _, level in tree.walk()] == list(range(5000))
+    assert tree.multiplicity_S.tolist() == list(range(5000, 0, -1))
+    assert tree.parent_S.tolist() == list(range(-1, 4999))
 
 
 def test_caterpillar_of_a_thousand_turns() -> None:

@@ -5,7 +5,7 @@ A suffix 1 is one more entry (`offset_B1`: B + 1 offsets). Ranges are half-open;
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -163,11 +163,6 @@ class PrefixTree:
         return self.sum_over_subtrees(np.bincount(self.end_segment_B, minlength=self.num_segments))
 
     @cached_property
-    def multiplicity_T(self) -> Ints:
-        """int64 [T]: number of trajectories through each row."""
-        return np.repeat(self.multiplicity_S, self.length_S)
-
-    @cached_property
     def trained_T(self) -> NDArray[np.bool_]:
         """bool [T]: rows whose token is trained in at least one trajectory."""
         mask_N = np.concatenate([trajectory.loss_mask for trajectory in self.trajectories])
@@ -200,14 +195,6 @@ class PrefixTree:
                 stop[above] = stop[segment]
         total_S1 = np.concatenate([[0], np.cumsum(value_S)])
         return np.asarray(total_S1[stop] - total_S1[:-1], dtype=np.int64)
-
-    def segment_path(self, segment: int) -> list[int]:
-        """Segments from the root down to and including `segment`."""
-        path = []
-        while segment >= 0:
-            path.append(segment)
-            segment = int(self.parent_S[segment])
-        return path[::-1]
 
     def subset(self, trajectories: Sequence[int]) -> "PrefixTree":
         """The tree of some trajectories only: their rows in this tree's order, merged as they are here.
@@ -245,14 +232,6 @@ class PrefixTree:
             parent_S,
             self.share,
         )
-
-    def walk(self) -> Iterator[tuple[int, int]]:
-        """Depth-first preorder over segments as (segment, level), roots at level 0."""
-        level = [0] * self.num_segments
-        for segment, parent in enumerate(self.parent_S.tolist()):
-            if parent >= 0:
-                level[segment] = level[parent] + 1
-            yield segment, level[segment]
 
 
 def count_rows_without_routes(trajectories: Sequence[Trajectory], *, share: Share = "tree") -> int:

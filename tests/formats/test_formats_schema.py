@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from harts import Trajectory
 from harts.formats import (
-    check_trainable,
     check_vocabulary,
     from_lists,
     from_padded,
@@ -319,9 +318,6 @@ def test_no_trained_token_anywhere() -> None:
     assert [t.num_trained for t in read([ROW, untrained])] == [2, 0]
     with pytest.raises(ValueError, match="trained token, got none in 1 trajectories; field loss_mask"):
         read([untrained])
-    check_trainable(read([ROW]))
-    with pytest.raises(ValueError, match="field loss_mask"):
-        check_trainable([])
 
 
 def test_check_vocabulary_names_trajectory_position_and_id() -> None:

@@ -5,14 +5,13 @@ harts (our own schema), chat, claude_code, codex, inspect_ai, vllm, sglang, veri
 docs/data.md has the schema and every mapping.
 """
 
-from harts.formats.checks import check_trainable, check_vocabulary
+from harts.formats.checks import check_vocabulary
 from harts.formats.memory import from_lists, from_padded
 from harts.formats.reading import Format, iter_trajectories, read
 from harts.formats.writing import write
 
 __all__ = [
     "Format",
-    "check_trainable",
     "check_vocabulary",
     "from_lists",
     "from_padded",

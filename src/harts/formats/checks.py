@@ -6,17 +6,7 @@ import numpy as np
 
 from harts.trajectory import Trajectory
 
-__all__ = ["check_ids", "check_trainable", "check_vocabulary", "untrained"]
-
-
-def check_trainable(trajectories: Iterable[Trajectory], *, name: str = "trajectories") -> None:
-    """Raise ValueError if no token of any trajectory is trained; single trajectories without one are fine."""
-    count = 0
-    for trajectory in trajectories:
-        count += 1
-        if trajectory.loss_mask.any():
-            return
-    raise untrained(name, count)
+__all__ = ["check_ids", "check_vocabulary", "untrained"]
 
 
 def untrained(name: str, count: int) -> ValueError:
