@@ -164,7 +164,12 @@ SPARSE: dict[str, dict[str, Any]] = {
     "ExaoneMoe": {},
     "GptOss": {},
     "GraniteMoeSWA": {"shared_intermediate_size": 512},
+    "Laguna": {
+        "layer_types": 2 * ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [8, 16] * 2,
+    },
     "Mellum": {},
+    "MiMoV2Flash": {"n_routed_experts": 16},
     "Dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2},
     "Ernie4_5_Moe": {},
     "FlexOlmo": {},

@@ -13,7 +13,7 @@ from harts.models.attach import find_backbone
 from harts.models.families import FAMILIES as MODEL_TYPES
 
 LATENT = ("tiny-axk1", "tiny-deepseek-v3", "tiny-glm4-moe-lite")
-WINDOWED = ("tiny-afmoe", "tiny-exaone-moe")
+WINDOWED = ("tiny-afmoe", "tiny-exaone-moe", "tiny-laguna", "tiny-mimo-v2")
 SIGMOIDS = (
     *LATENT,
     *WINDOWED,
@@ -66,7 +66,7 @@ def weights_of_forced(name: str, router: Any, logits: Tensor, forced: Tensor) ->
     if name in SIGMOIDS:
         weights = (1 / (1 + torch.exp(-logits))).gather(1, forced)
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-6 if name == "tiny-lfm2-moe" else 0))
-        return weights * {"tiny-hunyuan3": 2.826, "tiny-minimax-m2": 1.0}.get(name, 1.5)
+        return weights * {"tiny-hunyuan3": 2.826, "tiny-laguna": 1.0, "tiny-minimax-m2": 1.0}.get(name, 1.5)
     if name in ("tiny-olmoe", "tiny-flex-olmo"):
         return logits.softmax(-1).gather(1, forced)
     if name == "tiny-deepseek-v2":

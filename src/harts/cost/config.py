@@ -43,6 +43,10 @@ _ATTENTION = {"full_attention": "full_attention", "hybrid": "full_attention", "s
 """Which pairs the attention of a layer's type sees."""
 _LINEAR = ("linear_attention", "hybrid")
 _LAYER_TYPES = {*_ATTENTION, *_LINEAR, "conv", "mlp"}
+_TWICE_THE_KEYS = ("mimo_v2_flash",)
+"""Model types whose layers with a sliding window have twice the key and value heads of the config."""
+_GATED_HEADS = ("laguna",)
+"""Model types with a gate on attention's output, of each head or of each channel, as `gating` says."""
 _ONE_PART = ("nemotron_h",)
 """Model types whose decoder layers are either a mixer or an MLP."""
 _IDENTITY_FIELDS = (
@@ -52,6 +56,7 @@ _IDENTITY_FIELDS = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "num_attention_heads_per_layer",
     "num_key_value_heads",
     "head_dim",
     "layer_types",
@@ -96,10 +101,9 @@ def forward_flops(config: Any) -> Coefficients:
             rows += per_row
             pairs[kind] += per_pair
         elif kind in _ATTENTION:
-            heads, head_dim = sizes.need("num_attention_heads"), sizes.head_dim()
-            queries, keys = heads * head_dim, sizes.get("num_key_value_heads", heads) * head_dim
-            rows += 2 * hidden * (queries * (2 + sizes.has_query_gate()) + 2 * keys)
-            pairs[_ATTENTION[kind]] += 4 * queries
+            per_row, per_pair = _softmax_attention(sizes, hidden, layer, kind)
+            rows += per_row
+            pairs[_ATTENTION[kind]] += per_pair
         if kind == "conv":
             rows += 2 * hidden * (4 * hidden + sizes.need("conv_L_cache"))
         if kind in _LINEAR:
@@ -179,6 +183,25 @@ class _Sizes(Reader):
     def window(self) -> int | None:
         """Of layers with a sliding window; None without any."""
         return self.need("sliding_window") if "sliding_attention" in self.layer_types() else None
+
+
+def _softmax_attention(sizes: _Sizes, hidden: int, layer: int, kind: str) -> tuple[float, float]:
+    """FLOPs of one layer per row, and per visible pair."""
+    heads, head_dim = sizes.need("num_attention_heads"), sizes.head_dim()
+    value_dim = sizes.get("v_head_dim", head_dim)
+    groups = sizes.get("num_key_value_heads", heads)
+    of_layer = sizes.get("num_attention_heads_per_layer", None)
+    if of_layer is not None:
+        heads = of_layer[layer]
+    model_type = sizes.get("model_type", "")
+    if model_type in _TWICE_THE_KEYS and kind == "sliding_attention":
+        groups *= 2
+    columns = heads * (head_dim + value_dim) + groups * (head_dim + value_dim)
+    if sizes.has_query_gate():
+        columns += heads * head_dim
+    if model_type in _GATED_HEADS:
+        columns += heads if sizes.get("gating", True) in (True, "per-head") else heads * head_dim
+    return 2.0 * hidden * columns, 2.0 * heads * (head_dim + value_dim)
 
 
 def _linear_attention(sizes: _Sizes, hidden: int) -> tuple[float, float]:

@@ -11,6 +11,8 @@ _PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _EVERY = ("decoder_sparse_step", "moe_layer_interval")
+_NO_SHARED_GATE = ("laguna",)
+"""Model types whose shared expert, though its width is named like that of gated ones, has no gate."""
 _SHARED_MLP = ("hunyuan_v1_moe",)
 """Model types with an MLP of `intermediate_size` beside their experts, which no field of the config says."""
 
@@ -85,12 +87,13 @@ def expert_sizes(config: Any) -> Experts | None:
         "moe_intermediate_size", reader.first(("moe_intermediate_size", "intermediate_size"), None), _ONE_SIZE
     )
     gated: int = reader.get("shared_expert_intermediate_size", 0)
+    gate = gated > 0 and reader.get("model_type", "") not in _NO_SHARED_GATE
     shared = gated or reader.get("shared_intermediate_size", 0) or reader.first(_SHARED, 0) * width
     if reader.get("model_type", "") in _SHARED_MLP:
         shared = reader.need("intermediate_size")
     layers = tuple(_is_sparse(reader, layer) for layer in range(reader.need("num_hidden_layers")))
     return Experts(
-        number=number, per_token=per_token, width=width, shared_width=shared, shared_gate=gated > 0, layers=layers
+        number=number, per_token=per_token, width=width, shared_width=shared, shared_gate=gate, layers=layers
     )
 
 

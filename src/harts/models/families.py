@@ -215,7 +215,14 @@ _SPARSE: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
         "TopKRouter",
         {"scores": "sigmoid", "bias": ARGUMENT, "epsilon": 1e-20, "scale": "router_scaling_factor"},
     ),
+    (
+        "laguna",
+        "Laguna",
+        "TopKRouter",
+        {"scores": "sigmoid", "bias": "e_score_correction_bias", "cap": "router_logit_softcapping"},
+    ),
     ("mellum", "Mellum", "TopKRouter", _NORMALIZED_BY_CONFIG),
+    ("mimo_v2_flash", "MiMoV2Flash", "TopkRouter", _GROUPED_SIGMOIDS),
     ("minimax_m2", "MiniMaxM2", "TopKRouter", {"scores": "sigmoid", "bias": ARGUMENT}),
     ("mixtral", "Mixtral", "TopKRouter", {}),
     ("olmoe", "Olmoe", "TopKRouter", _NORMALIZED_BY_CONFIG),
@@ -252,7 +259,19 @@ _LATENT: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (
 
 _WINDOW_BY_TYPE = (
     *("afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gpt_oss", "granite_swa"),
-    *("granitemoe_swa", "mellum", "ministral", "olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3", "vaultgemma"),
+    *(
+        "granitemoe_swa",
+        "laguna",
+        "mellum",
+        "mimo_v2_flash",
+        "ministral",
+        "olmo3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "smollm3",
+        "vaultgemma",
+    ),
 )
 """Those of them whose layers may have sliding windows, as `layer_types` says; they take a dictionary of masks."""
 

@@ -16,7 +16,7 @@ from harts.ops.kernels import Kernels
 __all__ = ["default_kernels", "has_kernel"]
 
 _HALF = (torch.bfloat16, torch.float16)
-_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
+_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 _OP_OF_MIXER: dict[type[Mixer], str] = {
     Attention: "attention",
     GatedDeltaRule: "gated_delta_rule",

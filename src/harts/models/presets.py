@@ -228,6 +228,19 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "GraniteMoeSWA",
         {"num_hidden_layers": 2, **_MIXED, **_LOCAL_EXPERTS, "shared_intermediate_size": 32, "logits_scaling": 2.0},
     ),
+    "tiny-laguna": (
+        "Laguna",
+        {
+            "num_hidden_layers": 2,
+            **_MIXED,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 32,
+            "num_attention_heads_per_layer": [4, 6],
+            "moe_routed_scaling_factor": 1.5,
+            "moe_router_logit_softcapping": 0.9,
+        },
+    ),
+    "tiny-mimo-v2": ("MiMoV2Flash", {"num_hidden_layers": 2, **_MIXED, **_GROUPED, "v_head_dim": 12}),
     "tiny-mellum": ("Mellum", {"num_hidden_layers": 2, **_MIXED, **_EXPERTS}),
     "tiny-mixtral": (
         "Mixtral",

@@ -40,6 +40,7 @@ class Router:
             second argument of the forward.
         weight: attribute with the weight [experts, channels].
         added: attribute with what is added to the logits, [experts].
+        cap: attribute with a number c: where it is above 0, logits become c * tanh(logits / c).
     """
 
     module: str
@@ -54,6 +55,7 @@ class Router:
     bias: str | None = None
     weight: str = "weight"
     added: str | None = None
+    cap: str | None = None
 
     def gating(self, router: Any) -> Gating:
         """What one router of a model does with its logits."""
@@ -82,9 +84,13 @@ class Router:
         """[E, channels]."""
         return _attribute(router, self.weight)  # type: ignore[no-any-return]
 
-    def added_to(self, router: Any) -> Tensor | None:
-        """[E], what is added to the logits of one router; None: nothing."""
-        return None if self.added is None else _attribute(router, self.added)
+    def finish(self, router: Any, product_TE: Tensor) -> Tensor:
+        """The logits of one router, from the product with its weight."""
+        logits_TE = product_TE
+        if self.added is not None:
+            logits_TE = logits_TE + _attribute(router, self.added).to(logits_TE.dtype)
+        cap = 0.0 if self.cap is None else float(getattr(router, self.cap))
+        return cap * (logits_TE / cap).tanh() if cap > 0 else logits_TE
 
 
 def _attribute(module: Any, path: str) -> Any:

@@ -170,8 +170,7 @@ class Routing:
         exact = self.config is not None and self.config.exact
         if exact:
             logits_FE = router_logits(args[0].reshape(-1, args[0].shape[-1]), self.router.weight_of(router))
-            added_E = self.router.added_to(router)
-            logits_FE = logits_FE if added_E is None else logits_FE + added_E.to(logits_FE.dtype)
+            logits_FE = self.router.finish(router, logits_FE)
         if exact or self.forced_TYK is not None:
             gating = self.router.gating(router)
             scores_FE = router_scores(logits_FE, gating.scores)
