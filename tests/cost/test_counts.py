@@ -122,11 +122,12 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
 
 DENSE = "Qwen3_5Text,Qwen3,Llama,Mistral,Qwen2,Olmo2,Arcee,Ernie4_5,Gemma,Glm,Glm4,Granite,Helium,HunYuanDenseV1,"
 DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2,Cohere2,Cwm,Exaone4,Gemma2,Gemma3Text,GraniteSWA,Ministral,"
-DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma,Bamba,GraniteMoeHybrid"
+DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma,Bamba,FalconH1,GraniteMoeHybrid"
 
 
 DENSE_OPTIONS: dict[str, dict[str, Any]] = {
     "Bamba": {"attn_layer_indices": [1]},
+    "FalconH1": {"mamba_d_ssm": 2048},
     "GraniteMoeHybrid": {"num_local_experts": 0, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
 }
 
@@ -154,6 +155,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "Qwen3Next": {"mlp_only_layers": [1]},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "Mixtral": {},
+    "NemotronH": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_latent_size": 512},
     "Olmoe": {},
     "AXK1": {},
     "DeepseekV2": {"q_lora_rank": None, "n_routed_experts": 16, "num_experts_per_tok": 4},

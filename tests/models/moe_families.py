@@ -22,6 +22,7 @@ SIGMOIDS = (
     "tiny-hunyuan3",
     "tiny-lfm2-moe",
     "tiny-minimax-m2",
+    "tiny-nemotron-h",
     "tiny-solar",
 )
 """Those that score each expert by itself; written out here, as the tests are to find a wrong entry in the table."""

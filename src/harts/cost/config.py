@@ -42,13 +42,13 @@ _MLP_WIDTH = {"granitemoehybrid": "shared_intermediate_size"}
 _ATTENTION = {"full_attention": "full_attention", "hybrid": "full_attention", "sliding_attention": "sliding_attention"}
 """Which pairs the attention of a layer's type sees."""
 _LINEAR = ("linear_attention", "hybrid")
-_LAYER_TYPES = {*_ATTENTION, *_LINEAR, "conv", "mlp"}
+_LAYER_TYPES = {*_ATTENTION, *_LINEAR, "conv", "mlp", "moe"}
 _TWICE_THE_KEYS = ("mimo_v2_flash",)
 """Model types whose layers with a sliding window have twice the key and value heads of the config."""
 _GATED_HEADS = ("laguna",)
 """Model types with a gate on attention's output, of each head or of each channel, as `gating` says."""
 _ONE_PART = ("nemotron_h",)
-"""Model types whose decoder layers are either a mixer or an MLP."""
+"""Model types whose decoder layers are either a mixer or an MLP or experts."""
 _IDENTITY_FIELDS = (
     "model_type",
     "vocab_size",
@@ -110,7 +110,7 @@ def forward_flops(config: Any) -> Coefficients:
             per_row, per_linear_row = _linear_attention(sizes, hidden)
             rows += per_row
             linear_rows += per_linear_row
-        if kind == "mlp" or not one_part:
+        if kind in ("mlp", "moe") or not one_part:
             rows += _mlp(sizes, experts, layer, hidden)
     head = 2.0 * hidden * sizes.need("vocab_size")
     return Coefficients(
@@ -129,6 +129,7 @@ def model_identity(config: Any) -> str:
     fields = {name: sizes.get(name, None) for name in _IDENTITY_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
     fields["layer_types"] = sizes.layer_types()
+    fields["num_hidden_layers"] = len(fields["layer_types"])
     if "kv_lora_rank" in fields:  # of latent attention it is one of the others, or missing
         fields.pop("head_dim", None)
     if sizes.window() is not None:
@@ -249,8 +250,11 @@ def _mlp(sizes: _Sizes, experts: Experts | None, layer: int, hidden: int) -> flo
         kind = sizes.get("model_type", "")
         products = 2 if kind in _PLAIN_MLP else 3
         return 2.0 * products * hidden * sizes.need(_MLP_WIDTH.get(kind, "intermediate_size"))
-    widths = experts.per_token * experts.width + experts.shared_width
-    return 6.0 * hidden * widths + 2.0 * hidden * (experts.number + experts.shared_gate)
+    products = 3 if experts.gated else 2
+    routed = 2.0 * products * (experts.latent or hidden) * experts.per_token * experts.width
+    shared = 2.0 * products * hidden * experts.shared_width
+    around = 2.0 * hidden * (experts.number + experts.shared_gate + 2 * (experts.latent or 0))
+    return routed + shared + around
 
 
 def _adjusted_width(sizes: _Sizes) -> int:

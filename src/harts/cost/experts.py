@@ -9,6 +9,8 @@ __all__ = ["Experts", "Reader", "expert_sizes"]
 _NUMBER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_WIDTH = ("shared_intermediate_size", "moe_shared_expert_intermediate_size")
+_WITHOUT_GATE = ("nemotron_h",)
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _EVERY = ("decoder_sparse_step", "moe_layer_interval")
 _NO_SHARED_GATE = ("laguna",)
@@ -57,6 +59,8 @@ class Experts:
         shared_width: of the MLP that all rows run on; 0 without one.
         shared_gate: whether that has a gate of one channel.
         layers: for each decoder layer, whether it has experts.
+        gated: whether an expert has a gate: three products, else two.
+        latent: channels that rows are projected to in front of the experts, and back behind them; None: they are not.
     """
 
     number: int
@@ -65,6 +69,8 @@ class Experts:
     shared_width: int
     shared_gate: bool
     layers: tuple[bool, ...]
+    gated: bool = True
+    latent: int | None = None
 
 
 def expert_sizes(config: Any) -> Experts | None:
@@ -88,12 +94,20 @@ def expert_sizes(config: Any) -> Experts | None:
     )
     gated: int = reader.get("shared_expert_intermediate_size", 0)
     gate = gated > 0 and reader.get("model_type", "") not in _NO_SHARED_GATE
-    shared = gated or reader.get("shared_intermediate_size", 0) or reader.first(_SHARED, 0) * width
+    shared = gated or reader.first(_SHARED_WIDTH, 0) or reader.first(_SHARED, 0) * width
     if reader.get("model_type", "") in _SHARED_MLP:
         shared = reader.need("intermediate_size")
-    layers = tuple(_is_sparse(reader, layer) for layer in range(reader.need("num_hidden_layers")))
+    kinds = reader.get("layers_block_type", ())
+    number_of_layers = len(kinds) or reader.need("num_hidden_layers")
     return Experts(
-        number=number, per_token=per_token, width=width, shared_width=shared, shared_gate=gate, layers=layers
+        number=number,
+        per_token=per_token,
+        width=width,
+        shared_width=shared,
+        shared_gate=gate,
+        layers=tuple(_is_sparse(reader, layer) for layer in range(number_of_layers)),
+        gated=reader.get("model_type", "") not in _WITHOUT_GATE,
+        latent=reader.get("moe_latent_size", None),
     )
 
 
@@ -107,6 +121,8 @@ def _size(name: str, value: Any, hint: str) -> int:
 
 
 def _is_sparse(reader: Reader, layer: int) -> bool:
+    if reader.get("model_type", "") == "nemotron_h":
+        return bool(reader.get("layers_block_type", ())[layer] == "moe")
     kinds = reader.get("mlp_layer_types", None)
     if kinds is not None:
         return bool(kinds[layer] == "sparse")

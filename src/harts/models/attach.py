@@ -82,7 +82,7 @@ def attach(model: nn.Module) -> nn.Module:
         twins = backbone.family.twins()
         swap(backbone.text, twins)
         theirs = {kind for kinds in backbone.family.mixer_classes().values() for kind in kinds}
-        mixers = theirs | set(twins.values())
+        mixers = theirs | {twins[kind] for kind in theirs if kind in twins}
         install(backbone.text, mixers, backbone.family.router_class())
         install_watch(backbone.text, mixers)
         setattr(backbone.text, _MARK, True)

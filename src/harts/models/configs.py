@@ -14,7 +14,7 @@ _TAPS = 4
 
 _ACTIVATIONS = ("silu", "swish")
 
-_DENSE_TOO = ("granitemoehybrid",)
+_DENSE_TOO = ("granitemoehybrid", "nemotron_h")
 """Model types that may have no experts at all."""
 
 _BY_WHOLE_FORWARD = ("XLORA", "POLY", "SHADOW")

@@ -46,6 +46,8 @@ class Family:
             type of layer.
         router: that of its mixture-of-experts layers; None without any.
         fused: "module:NAME" of the classes, a tuple, that `harts.models.fuse` swaps in; None where nothing is fused.
+        block: "module:Class" of the decoder layers and of ours that takes their place, where some have experts and no
+            mixer in front of them; None without such.
         since: first version of transformers whose layers hand the mixers what they need; "" for all that HARTS takes.
     """
 
@@ -53,6 +55,7 @@ class Family:
     mask: Callable[[torch.device], Any] | None = None
     router: Router | None = None
     fused: str | None = None
+    block: tuple[str, str] | None = None
     since: str = ""
 
     def mixer_classes(self) -> dict[str, list[type[nn.Module]]]:
@@ -62,7 +65,9 @@ class Family:
     def twins(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Classes of ours by those whose place they take."""
         every = [each for kind in self.layers for each in self._mixers(kind)]
-        return {_load(each.module): _load(each.twin) for each in every if each.twin is not None}
+        pairs = [(each.module, each.twin) for each in every if each.twin is not None]
+        pairs += [] if self.block is None else [self.block]
+        return {_load(theirs): _load(ours) for theirs, ours in pairs}
 
     def mixer_types(self) -> list[type[Mixer]]:
         """Every mixer that a layer may have."""
@@ -115,6 +120,11 @@ def layer_types(config: Any) -> list[str]:
 def _ready_made_mask(device: torch.device) -> Tensor:
     """A four-dimensional mask is taken as it is; ours is ignored by the attention function."""
     return torch.zeros(1, 1, 1, 1, device=device)
+
+
+def _masks_by_mixer(device: torch.device) -> dict[str, None]:
+    """None, by mixer, where both are in one layer."""
+    return {"full_attention": None, "linear_attention": None}
 
 
 _MODELS = "transformers.models"
@@ -320,9 +330,25 @@ FAMILIES: dict[str, Family] = {
     },
     **{name: _latent(name, stem, what) for name, stem, what in _LATENT},
     "bamba": Family(layers=_mamba2("bamba", "Bamba", "Mixer")),
+    "falcon_h1": Family(
+        layers={
+            "hybrid": Layer(
+                f"{_MODELS}.falcon_h1.modeling_falcon_h1:FalconH1Mixer",
+                Mamba2,
+                "harts.models.falcon_h1:TreeMamba2Mixer",
+                beside=Layer(f"{_MODELS}.falcon_h1.modeling_falcon_h1:FalconH1Attention", Attention),
+            )
+        },
+        mask=_masks_by_mixer,
+    ),
     "granitemoehybrid": Family(
         layers=_mamba2("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer"),
         router=Router(module=f"{_MODELS}.granitemoehybrid.modeling_granitemoehybrid:GraniteMoeHybridTopKRouter"),
+    ),
+    "nemotron_h": Family(
+        layers={**_mamba2("nemotron_h", "NemotronH", "Mamba2Mixer"), "mlp": None, "moe": None},
+        router=Router(module=f"{_MODELS}.nemotron_h.modeling_nemotron_h:NemotronHTopkRouter", **_GROUPED_SIGMOIDS),
+        block=(f"{_MODELS}.nemotron_h.modeling_nemotron_h:NemotronHBlock", "harts.models.nemotron_h:TreeBlock"),
     ),
     "lfm2": Family(
         layers={

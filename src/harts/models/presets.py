@@ -139,6 +139,38 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_hidden_layers": 2, "sliding_window": 24, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     ),
     "tiny-bamba": ("Bamba", {"num_hidden_layers": 3, **_MAMBA2, "attn_layer_indices": [1], "pad_token_id": 0}),
+    "tiny-falcon-h1": (
+        "FalconH1",
+        {
+            "num_hidden_layers": 2,
+            **_MAMBA2,
+            "mamba_d_ssm": 128,
+            "pad_token_id": 0,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.5,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.9,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "mlp_multipliers": [0.9, 1.1],
+        },
+    ),
+    "tiny-nemotron-h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe", "linear_attention"],
+            **_GROUPED,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 24,
+        },
+    ),
     "tiny-granite-hybrid": (
         "GraniteMoeHybrid",
         {

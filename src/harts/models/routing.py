@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from harts.layout import PackedTree
 from harts.models.routers import Router
 from harts.models.row_floor import cut_rows, fill_rows
-from harts.models.sharded import unseal
+from harts.models.sharded import Sealed, unseal
 from harts.ops.moe import (
     CountedTokens,
     Layers,
@@ -38,7 +38,7 @@ from harts.ops.moe import (
 )
 from harts.transfer import send
 
-__all__ = ["RouterConfig", "RouterOutput", "Routing", "install", "moe_layers", "start_routing", "uninstall"]
+__all__ = ["RouterConfig", "RouterOutput", "Routing", "announce", "install", "moe_layers", "start_routing", "uninstall"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,9 +316,14 @@ def _layers(text: Any) -> Collection[nn.Module]:
 
 
 def _announce(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    routing = unseal(kwargs.pop("routing", None))
-    _CURRENT.set(None if routing is None else (routing, mixer.layer_idx))
+    announce(mixer.layer_idx, kwargs.pop("routing", None))
     return args, kwargs
+
+
+def announce(layer: int, routing: Routing | Sealed[Routing] | None) -> None:
+    """Says which decoder layer the next router is of; called inside the layer, so that recomputation says it again."""
+    found = unseal(routing)
+    _CURRENT.set(None if found is None else (found, layer))
 
 
 def _route(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:

@@ -27,7 +27,9 @@ _HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-_SCALING, _FACTOR, _CAPPING = "logits_scaling", "logit_scale", "final_logit_softcapping"
+_SCALING, _CAPPING = "logits_scaling", "final_logit_softcapping"
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_OPTIONS = (_SCALING, *_FACTORS, _CAPPING)
 
 
 def is_seam(function: Any) -> bool:
@@ -102,7 +104,7 @@ def _check_forward(where: str, module: nn.Module, *, scales: bool) -> None:
         raise ValueError(
             f"model: {type(module).__name__}.{attribute}, which {where} has in place of transformers' own, would not "
             "run, because harts.logprobs calls the decoder and the head alone; use the class of transformers. One that "
-            f"does no more to logits than config.{_SCALING}, config.{_FACTOR} and config.{_CAPPING} say may carry "
+            f"does no more to logits than {', '.join(f'config.{name}' for name in _OPTIONS)} say may carry "
             f"{_SEAM} = True"
         )
 
@@ -191,7 +193,7 @@ class LogitShape:
     """What a model does to the head's logits, as its config says.
 
     Attributes:
-        scaling: `logits_scaling`, or 1 / `logit_scale`: logits are divided by it.
+        scaling: `logits_scaling`, or 1 / `logit_scale`, or 1 / `lm_head_multiplier`: logits are divided by it.
         cap: `final_logit_softcapping`: behind that, logits become cap * tanh(logits / cap); None: they are not.
     """
 
@@ -208,7 +210,10 @@ def logit_shape(inner: nn.Module, config: Any) -> LogitShape:
     """
     if _is_known(type(inner).forward) and not _reads_options(inner) and not is_seam(_set_forward(inner)):
         return LogitShape()
-    return LogitShape((_option(config, _SCALING) or 1.0) / (_option(config, _FACTOR) or 1.0), _option(config, _CAPPING))
+    scaling = _option(config, _SCALING) or 1.0
+    for name in _FACTORS:
+        scaling /= _option(config, name) or 1.0
+    return LogitShape(scaling, _option(config, _CAPPING))
 
 
 def _option(config: Any, name: str) -> float | None:
@@ -223,7 +228,7 @@ def _option(config: Any, name: str) -> float | None:
 def _reads_options(module: nn.Module) -> bool:
     """Whether the forward of a module's class names one of the options."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and bool({_SCALING, _FACTOR, _CAPPING} & _names(code))
+    return code is not None and not _names(code).isdisjoint(_OPTIONS)
 
 
 def _names(code: CodeType) -> set[str]:
