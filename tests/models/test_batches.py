@@ -111,6 +111,20 @@ def test_flat_equals_separate_rows(how: str, dims: int, separate_rows: SeparateR
     assert difference(scores.logprobs.reshape(-1), logprobs_N) < 1e-5
 
 
+@pytest.mark.parametrize("budget", [30, None])
+def test_a_token_budget_gives_the_same_gradients(budget: int | None) -> None:
+    """In pieces; the largest runs no more rows than the budget."""
+    ids, mask = padded(rows_of(), "right")
+    expected, model = (harts.attach(tiny_model(HYBRID)) for _ in range(2))
+    harts.logprobs_padded(expected, ids, mask).logprobs.sum().backward()
+    pieces: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, given, __: pieces.append(given[0].numel()))  # type: ignore[operator]
+    harts.logprobs_padded(model, ids, mask, token_budget=budget).logprobs.sum().backward()
+    assert max(pieces) == (budget or sum(pieces))
+    for cut, whole in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(cut.grad, whole.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_chosen_places_only_are_scored(attached: nn.Module) -> None:
     ids, mask = padded(rows_of(), "right")
     chosen = torch.zeros_like(mask)

@@ -30,9 +30,11 @@ Bools = NDArray[np.bool_]
 
 
 class ScoreOptions(Extras, total=False):
-    """What both functions take besides: extras and kernels as in `harts.logprobs`, key_cap as in `harts.pack`."""
+    """What both functions take besides: extras, kernels and token_budget as in `harts.logprobs`, key_cap as in
+    `harts.pack`."""
 
     kernels: Kernels | None
+    token_budget: int | None
     key_cap: int | None
 
 
