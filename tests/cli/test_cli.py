@@ -282,7 +282,7 @@ def test_check_runs_awkward_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("harts.cli.bench"), "MODEL", {"hidden_size": 64, "head_dim": 64})
+    monkeypatch.setattr(importlib.import_module("harts.cli.bench_models"), "MODEL", {"hidden_size": 64, "head_dim": 64})
 
 
 QUICK = ("bench", "--workloads", "star3", "--scale", "0.01", "--turns", "2", "--token-budget", "900")
@@ -304,9 +304,9 @@ def test_bench_reports_what_others_script_against(small_model: None) -> None:
 
 
 def test_bench_profiles_times_alone(tmp_path: Path) -> None:
-    module = importlib.import_module("harts.cli.bench")
-    fields = dict.fromkeys(field.name for field in dataclasses.fields(module._Job))
-    job = module._Job(**{**fields, "gradients": True, "profile": tmp_path / "kernels.txt"})
+    module = importlib.import_module("harts.cli.bench_job")
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(module.Job))
+    job = module.Job(**{**fields, "gradients": True, "profile": tmp_path / "kernels.txt"})
     with pytest.raises(ValueError, match="profile: expected times, whose calls it looks into, got --gradients"):
         job.run([], None, None, 1.0, print)
 

@@ -61,6 +61,6 @@ def _render(console: Console, document: dict[str, Any]) -> None:
         "error on a run left out": f"{document['median_error']:.1%} (median), {document['max_error']:.1%} (worst)",
     }
     for name, value in document["cost_model"]["time"].items():
-        if value:
+        if value and name != "window":
             values[name] = f"{value:.3e} s"
     console.print(output.key_values(f"cost model -> {document['out']}", values))
