@@ -43,7 +43,7 @@ class PackedTree(OnDevice):
         head_row_U, temperature_U: own rows, counted from 0, whose hidden state reaches the head (int64, ascending), and
             at which temperature (float64).
         head_of_M, token_M: int64: head row and token id of each target.
-        target_of_N: int64 [N]: target of each token; M where it is not trained, or predicted by a row of another piece.
+        target_of_N: int64 [N]: target of each token; M where it is not trained. Empty in a piece.
     """
 
     tree: PrefixTree
@@ -169,10 +169,6 @@ class PackedTree(OnDevice):
             np.where(parent_T >= 0, self.tree.depth_T[parent_T], -1),
         )
         is_here_M = (self.head_of_M >= heads.start) & (self.head_of_M < heads.stop)
-        place_M1 = torch.nn.functional.pad(is_here_M.cumsum(0) - 1, (0, 1), value=-1)
-        count = int(is_here_M.sum())
-        place_M1[:-1].masked_fill_(~is_here_M, count)
-        place_M1[-1] = count
         return PackedTree(
             tree=self.tree,
             start=rows.start,
@@ -184,7 +180,7 @@ class PackedTree(OnDevice):
             temperature_U=self.temperature_U[heads],
             head_of_M=self.head_of_M[is_here_M] - heads.start,
             token_M=self.token_M[is_here_M],
-            target_of_N=place_M1[self.target_of_N.long()],
+            target_of_N=self.target_of_N[:0],
         )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harts.cost import Coefficients, CostModel, Counts, TimedRun, count
-from harts.cost.model import _non_negative_least_squares
+from harts.cost.least_squares import non_negative_least_squares
 from harts.flops import forward_flops, model_identity
 from harts.testing.trees import random_trajectories
 from harts.tree import PrefixTree
@@ -58,7 +58,7 @@ def test_least_squares_meet_the_conditions_of_an_optimum() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         matrix, target = rng.normal(size=(12, 6)), rng.normal(size=12)
-        solution = _non_negative_least_squares(matrix, target)
+        solution = non_negative_least_squares(matrix, target)
         gradient = matrix.T @ (matrix @ solution - target)
         assert solution.min() >= 0
         assert gradient.min() >= -1e-8  # no coefficient would gain by growing

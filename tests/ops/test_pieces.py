@@ -175,17 +175,17 @@ def test_a_target_belongs_to_the_piece_that_predicts_it() -> None:
     packed = pack(PrefixTree.build(AWKWARD["star"]))
     hidden, weight = draw(packed.num_rows, 7, seed=1), draw(64, 7, seed=2)
     whole, _ = row_logprobs(hidden, weight, packed)
-    total_N, seen_N = torch.zeros(packed.num_tokens).double(), torch.zeros(packed.num_tokens)
+    total_M, seen_M = torch.zeros(len(packed.token_M)).double(), torch.zeros(len(packed.token_M))
+    row_M = packed.head_row_U[packed.head_of_M]
     for piece in cut(packed, np.random.default_rng(0)):
-        part, _ = row_logprobs(own(hidden, piece), weight, piece)
-        here_N = piece.target_of_N < len(piece.token_M)
-        total_N[here_N] = part[piece.target_of_N[here_N]]
-        seen_N += here_N
-    mask_N = packed.loss_mask_N
-    assert torch.equal(seen_N.bool(), mask_N)
-    assert seen_N.max() == 1
+        part_M, _ = row_logprobs(own(hidden, piece), weight, piece)
+        here_M = (row_M >= piece.start) & (row_M < piece.start + piece.num_rows)
+        assert torch.equal(piece.token_M, packed.token_M[here_M])
+        total_M[here_M] = part_M
+        seen_M += here_M
+    assert (seen_M == 1).all()
     # a product's last bit depends on its number of rows on some processors
-    torch.testing.assert_close(total_N[mask_N], whole[packed.target_of_N[mask_N]], rtol=0, atol=1e-12)
+    torch.testing.assert_close(total_M, whole, rtol=0, atol=1e-12)
 
 
 def test_a_missing_or_wrong_context_is_refused() -> None:

@@ -59,25 +59,13 @@ class Scorer:
         """
         backbone = self.backbone
         routing = self._start_routing(packed)
+        inputs = self._inputs(packed, routing, contexts)
 
         def score(decoded: Any) -> Parts:
             if routing is not None:
                 routing.check_complete()
-            hidden_TD = cut_rows(_last_hidden(decoded, inputs)[0], packed.num_rows)
-            head = find_head(backbone.head)
-            check_gathered(head.weight)
-            return run_head(
-                head,
-                hidden_TD,
-                packed,
-                self.kernels,
-                shape=self.shape,
-                entropy=self._extras.get("entropy", False),
-                hidden=self._extras.get("hidden", False),
-                top_k=self._extras.get("top_k"),
-            )
+            return self.score(_rows_of(decoded, inputs, packed), packed)
 
-        inputs = self._inputs(packed, routing, contexts)
         with mixers_run_on(packed, backbone.text):
             if self.whole is None:
                 parts = score(backbone.text(**inputs))
@@ -87,6 +75,27 @@ class Scorer:
         if routing is not None and self.router is not None:
             routed = routing.output(_experts(backbone)[1])
         return parts, routed
+
+    def decode(self, packed: PackedTree, contexts: Contexts | None = None) -> Tensor:
+        """Hidden states [T, D] of the decoder alone; of an unsharded model."""
+        inputs = self._inputs(packed, self._start_routing(packed), contexts)
+        with mixers_run_on(packed, self.backbone.text):
+            return _rows_of(self.backbone.text(**inputs), inputs, packed)
+
+    def score(self, hidden_TD: Tensor, packed: PackedTree) -> Parts:
+        """What the head gives for hidden states."""
+        head = find_head(self.backbone.head)
+        check_gathered(head.weight)
+        return run_head(
+            head,
+            hidden_TD,
+            packed,
+            self.kernels,
+            shape=self.shape,
+            entropy=self._extras.get("entropy", False),
+            hidden=self._extras.get("hidden", False),
+            top_k=self._extras.get("top_k"),
+        )
 
     def _start_routing(self, packed: PackedTree) -> Routing | None:
         backbone = self.backbone
@@ -121,6 +130,11 @@ def _experts(backbone: Backbone) -> tuple[int, int]:
     """Experts of a layer, and those of a token; 0 for a dense model."""
     experts = None if backbone.family.router is None else expert_sizes(backbone.config)
     return (0, 0) if experts is None else (experts.number, experts.per_token)
+
+
+def _rows_of(decoded: Any, inputs: dict[str, Any], packed: PackedTree) -> Tensor:
+    """Hidden states of own rows, [T, D]."""
+    return cut_rows(_last_hidden(decoded, inputs)[0], packed.num_rows)
 
 
 def _last_hidden(decoded: Any, inputs: dict[str, Any]) -> Tensor:
