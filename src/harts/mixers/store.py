@@ -56,6 +56,18 @@ class Exchange:
                 at_X = np.searchsorted(all_U, outside[index][name])
                 self.reads[index][name] = list(_reads(at_X, edge_P1, piece.device))
 
+    def given(self, piece: int) -> dict[str, int]:
+        """Entries that a piece hands on, by name."""
+        return {name: len(wanted.rows) for name, wanted in self.wanted[piece].items()}
+
+    def copied(self, piece: int) -> dict[str, int]:
+        """Entries that a piece takes as copies: all but a range of what one other piece gave."""
+        return {
+            name: sum(read.count for read in reads)
+            for name, reads in self.reads[piece].items()
+            if len(reads) > 1 or any(isinstance(read.entries, Tensor) for read in reads)
+        }
+
 
 def _reads(at_X: Ints, edge_P1: Ints, device: torch.device) -> Iterator[_Read]:
     """Places among all that is read, ascending, as entries of what each giver gives."""

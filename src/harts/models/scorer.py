@@ -1,6 +1,7 @@
 """A model that was checked, ready to run a tree or its pieces."""
 
-from typing import Any
+import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,21 @@ class Scorer:
         self.shape = logit_shape(self.backbone.inner, self.backbone.config)
         self.whole = _check(model, self.backbone, packed, self.shape)
         self.router: RouterConfig | None = extras.get("router")
-        self._extras = extras
+        self.extras = extras
         if unknown := sorted(set(extras) - set(Extras.__annotations__)):
             raise TypeError(f"harts.logprobs: no extra named {unknown[0]!r}; see harts.models.scores.Extras")
         check_top_k(extras.get("top_k"), find_head(self.backbone.head).out_features)
+
+    @property
+    def setting(self) -> tuple[Kernels, str]:
+        """Kernels, and what is asked for."""
+        return self.kernels, repr(sorted(self.extras.items(), key=lambda item: item[0]))
+
+    def with_kernels(self, kernels: Kernels) -> Self:
+        """The same with other implementations of the ops."""
+        other = copy.copy(self)
+        other.kernels = kernels
+        return other
 
     def run(self, packed: PackedTree, contexts: Contexts | None = None) -> tuple[Parts, RouterOutput | None]:
         """What the head and the routers give.
@@ -92,9 +104,9 @@ class Scorer:
             packed,
             self.kernels,
             shape=self.shape,
-            entropy=self._extras.get("entropy", False),
-            hidden=self._extras.get("hidden", False),
-            top_k=self._extras.get("top_k"),
+            entropy=self.extras.get("entropy", False),
+            hidden=self.extras.get("hidden", False),
+            top_k=self.extras.get("top_k"),
         )
 
     def _start_routing(self, packed: PackedTree) -> Routing | None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from harts.models.batch import Batch, check_token_budget, lay_out_batch
 from harts.models.cuts import kept_in_one_sweep, kept_in_two_sweeps, piece_starts, subtree_starts
 from harts.models.heads import to_tokens
+from harts.models.memory import Memory, choose_one_sweep, choose_two_sweeps
 from harts.models.scorer import Scorer
 from harts.models.scores import Extras, Scores
 from harts.models.sharded import most, process_groups
@@ -23,6 +24,7 @@ def logprobs(
     batch: Batch,
     *,
     token_budget: int | None = None,
+    memory: Memory | None = None,
     kernels: Kernels | None = None,
     entropy: Literal[False] = False,
     router: None = None,
@@ -35,6 +37,7 @@ def logprobs(
     batch: Batch,
     *,
     token_budget: int | None = None,
+    memory: Memory | None = None,
     kernels: Kernels | None = None,
     **extras: Unpack[Extras],
 ) -> Scores: ...
@@ -43,6 +46,7 @@ def logprobs(
     batch: Batch,
     *,
     token_budget: int | None = None,
+    memory: Memory | None = None,
     kernels: Kernels | None = None,
     **extras: Unpack[Extras],
 ) -> Tensor | Scores:
@@ -63,7 +67,11 @@ def logprobs(
     Args:
         model: a model that `harts.attach` was called on.
         batch: trajectories, their `PrefixTree`, or that packed by `harts.pack` on the model's device.
-        token_budget: most rows whose activations are kept; None: all, the tree runs whole.
+        token_budget: most rows whose activations are kept; None: any number, without `memory` the tree runs whole.
+        memory: most bytes that tensors take on the device, those included that lie there already: a number, "60GiB", or
+            "auto" for what is free. Pieces, and how many of them are kept, are chosen by what the model was measured to
+            take: in its first call with these options small trees run through it, whose gradients go nowhere. On a CPU
+            what lies there already are the model and its gradients.
         kernels: implementations of the ops; None: `harts.models.default_kernels`, the fastest that take the model.
         **extras: what to give besides, all off by default. `entropy=True`: of the distribution that each trained token
             was predicted from. `router=RouterConfig(...)`: loads, balancing loss, z-loss and routes of a
@@ -77,13 +85,15 @@ def logprobs(
     Raises:
         TypeError: an extra that there is not.
         ValueError: `token_budget` is no positive whole number, or a piece that runs twice gives other bits the second
-            time; the model is not attached, has active dropout (one row of a tree stands for several trajectories,
-            so sharing would change what dropout means), has a head that is no linear layer, has hooks or forwards on
-            the modules around its decoder (see `harts.models.seams`), lies on another device, or a token id is outside
-            its vocabulary; the model is dense where `router` or recorded routes are given, or those do not fit it; the
-            model is sharded by FSDP1, or a part of it alone by FSDP2; `top_k` is below 1 or above the vocabulary.
+            time; `memory` is no size, more than the device has, or too small for the smallest pieces (the message says
+            how much they take), or the model is sharded; the model is not attached, has active dropout (one row of a
+            tree stands for several trajectories, so sharing would change what dropout means), has a head that is no
+            linear layer, has hooks or forwards on the modules around its decoder (see `harts.models.seams`), lies on
+            another device, or a token id is outside its vocabulary; the model is dense where `router` or recorded
+            routes are given, or those do not fit it; the model is sharded by FSDP1, or a part of it alone by FSDP2;
+            `top_k` is below 1 or above the vocabulary.
     """
-    scores = score_tree(model, batch, token_budget=token_budget, kernels=kernels, **extras)
+    scores = score_tree(model, batch, token_budget=token_budget, memory=memory, kernels=kernels, **extras)
     return scores if any(value is not None and value is not False for value in extras.values()) else scores.logprobs_N
 
 
@@ -92,6 +102,7 @@ def score_tree(
     batch: Batch,
     *,
     token_budget: int | None = None,
+    memory: Memory | None = None,
     kernels: Kernels | None = None,
     **extras: Unpack[Extras],
 ) -> Scores:
@@ -99,6 +110,11 @@ def score_tree(
     packed = lay_out_batch(batch, model)
     check_token_budget(token_budget)
     scorer = Scorer(model, packed, kernels, extras)
+    if memory is not None:
+        choice = choose_two_sweeps(scorer, packed, memory, token_budget)
+        if len(choice.stream.pieces) > 1:
+            return in_two_sweeps(choice.stream, choice.keep)
+        token_budget = None
     starts = [0] if token_budget is None else piece_starts(packed.tree, token_budget)
     groups = [] if token_budget is None else process_groups(scorer.whole)
     runs = most(len(starts), groups, packed.device)
@@ -117,7 +133,8 @@ def backward(
     batch: Batch,
     loss: SumOfLosses,
     *,
-    token_budget: int,
+    token_budget: int | None = None,
+    memory: Memory | None = None,
     kernels: Kernels | None = None,
     **extras: Unpack[Extras],
 ) -> tuple[Tensor, Scores]:
@@ -134,6 +151,7 @@ def backward(
         loss: gets indices of trajectories, and their scores, token after token in that order (`router` is None there);
             gives the sum of their losses, a tensor []. It is called until every trajectory was in one call.
         token_budget: most rows whose activations are kept at any time.
+        memory: most bytes on the device, as for `logprobs`; one of the two is needed.
         kernels, extras: as for `logprobs`.
 
     Returns:
@@ -160,6 +178,11 @@ def backward(
             "backward: expected a model that one process holds, got one sharded over several, whose pieces must run in "
             "lock step; use harts.logprobs with a token_budget"
         )
+    if memory is not None:
+        choice = choose_one_sweep(scorer, packed, memory, token_budget)
+        return in_one_sweep(choice.stream, loss, choice.keep)
+    if token_budget is None:
+        raise ValueError("backward: expected a token_budget (rows) or memory (bytes, '60GiB', 'auto'), got neither")
     stream = Stream(scorer, packed, subtree_starts(packed.tree, token_budget))
     rows = [piece.num_rows for piece in stream.pieces]
     return in_one_sweep(stream, loss, kept_in_one_sweep(rows, stream.done_after, token_budget))

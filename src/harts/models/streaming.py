@@ -53,6 +53,13 @@ class Stream:
         scorer: the model, checked.
         packed: the whole tree.
         starts: first rows of the pieces.
+
+    Attributes:
+        pieces: of the tree.
+        done_after: for each the last piece that needs it.
+        whole: what has been put together so far.
+        mixers: of each layer.
+        exchanges: what pieces read from one another, by mixer.
     """
 
     def __init__(self, scorer: Scorer, packed: PackedTree, starts: Sequence[int]) -> None:
@@ -62,9 +69,9 @@ class Stream:
         self.whole = Whole(packed, self.pieces)
         self._scorer = scorer
         backbone = scorer.backbone
-        mixers = backbone.family.mixers(backbone.config)
-        exchanges = {each: Exchange(each, self.pieces) for each in dict.fromkeys(mixers)}
-        self._stores = [Store(exchanges[each]) for each in mixers]
+        self.mixers = backbone.family.mixers(backbone.config)
+        self.exchanges = {mixer: Exchange(mixer, self.pieces) for mixer in dict.fromkeys(self.mixers)}
+        self._stores = [Store(self.exchanges[mixer]) for mixer in self.mixers]
         self._alive: dict[int, _Run] = {}
         self._autocast = _autocast_of(packed.device)
 
@@ -82,8 +89,7 @@ class Stream:
         """
         with torch.set_grad_enabled(keep):
             run = self._run(piece)
-        for layer, store in enumerate(self._stores):
-            store.keep(piece, run.contexts[layer])
+        self.keep(piece, run.contexts)
         self.whole.put(piece, run.outcome)
         if keep:
             self._alive[piece] = run
@@ -128,8 +134,17 @@ class Stream:
         for store in self._stores:
             store.drop(piece)
 
+    def contexts(self, piece: int) -> Mapping[int, Context]:
+        """What the layers of a piece start from, once all before it have run."""
+        return {layer: store.context(piece) for layer, store in enumerate(self._stores)}
+
+    def keep(self, piece: int, contexts: Mapping[int, Context]) -> None:
+        """Keeps what a piece gave, for the pieces behind it."""
+        for layer, store in enumerate(self._stores):
+            store.keep(piece, contexts[layer])
+
     def _run(self, piece: int) -> _Run:
-        contexts = {layer: store.context(piece) for layer, store in enumerate(self._stores)}
+        contexts = self.contexts(piece)
         with self._autocast():
             return _Run(Outcome(*self._scorer.run(self.pieces[piece], contexts)), contexts)
 
