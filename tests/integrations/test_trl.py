@@ -133,6 +133,14 @@ def test_what_is_no_trainer_of_trl_is_refused(stock: Any, monkeypatch: pytest.Mo
         share(stock)
 
 
+def test_async_grpo_is_refused(stock: Any) -> None:
+    class AsyncGRPOTrainer:  # the class of TRL needs a server to be built
+        args, model = stock.args, stock.model
+
+    with pytest.raises(ValueError, match="got AsyncGRPOTrainer, which packs trees for attention by itself"):
+        share(AsyncGRPOTrainer())
+
+
 def test_images_and_other_labels_are_refused(tmp_path: Path) -> None:
     model = group_trainer(HartsGRPOTrainer, tmp_path, "tiny-qwen3").model
     ids = torch.arange(2, 8).view(1, 6)

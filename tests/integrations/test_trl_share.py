@@ -1,5 +1,10 @@
 """`share` on DPO, KTO and SFT, and on GRPO with LoRA, tool masks, experts: the same training as stock, fewer rows."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +160,32 @@ def test_experts_have_the_same_auxiliary_loss(tmp_path: Path, make: Callable[...
     stock, ours = (make(tmp_path, model, router_aux_loss_coef=0.5) for _ in range(2))
     assert stock.aux_loss_enabled
     assert_same(stock, share(ours))
+
+
+def test_two_processes_train_as_stock(tmp_path: Path) -> None:
+    """DDP by accelerate; each process has its own groups, regrouped by itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("trl_two_processes.py")), str(tmp_path)],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], said
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        np.testing.assert_allclose(found["harts"]["losses"], found["stock"]["losses"], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found["harts"]["norms"], found["stock"]["norms"], rtol=1e-5)
+        assert found["harts"]["rows"] < 0.5 * found["stock"]["rows"]

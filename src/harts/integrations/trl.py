@@ -124,6 +124,11 @@ def _check_options(trainer: Any) -> None:
     Raises:
         ValueError: naming the option.
     """
+    if any(kind.__name__ == "AsyncGRPOTrainer" for kind in type(trainer).__mro__):
+        raise ValueError(
+            "share: expected a GRPO, RLOO, DPO, KTO or SFT trainer, got AsyncGRPOTrainer, which packs trees for "
+            "attention by itself; use HartsGRPOTrainer"
+        )
     args = trainer.args
     plugins = trainer.accelerator.state
     refused = {
