@@ -92,6 +92,10 @@ def bench(
     models = Models(model, layers, dtype or ("float32" if on_cpu else "bfloat16"), device)
     with output.watch("bench") as tell:
         document = job.run(batches, models, Records(out), seconds, tell)
+    _emit(document, as_json)
+
+
+def _emit(document: dict[str, Any], as_json: bool) -> None:
     output.emit(document, as_json, lambda console: render(console, document))
     if not document["ok"]:
         raise typer.Exit(1)
