@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_law import assert_kernel_law, assert_same_bits
+from kernel_law import draw as kernel_draw
 from law import law_errors
-from plain_attention import PlainKernel
+from plain_attention import PlainKernel, inputs_of
 from torch import Tensor
 
 from harts.layout import PackedTree, pack
@@ -18,6 +20,7 @@ from harts.ops import attention
 from harts.ops.attention import paths
 from harts.ops.attention.branches import plan_backward
 from harts.ops.attention.calls import Call, forward_calls
+from harts.ops.attention.fa4 import has_fa4
 from harts.ops.attention.paths import attend_paths
 from harts.testing.trees import AWKWARD, to_trajectories, tree_strategy
 from harts.tree import PrefixTree
@@ -255,6 +258,51 @@ def test_law_fails_where_the_backward_has_no_window() -> None:
     found = errors(by_calls(broken, 20), packed, 20)
     assert found.pop("output") < TOLERANCE
     assert min(found.values()) > 1e-4
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------
+
+FLASH = [
+    pytest.param("varlen"),
+    pytest.param("fa4", marks=pytest.mark.skipif(not has_fa4(), reason="needs flash-attn-4")),
+]
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("window", [1, 64, 65, 1000])
+@pytest.mark.parametrize("impl", FLASH)
+def test_flash_kernels_with_windows_and_sinks(impl: str, window: int, size: int) -> None:
+    """What has to pass before `harts.models.kernel_choice` may take these kernels for such models."""
+    for shape in ("comb", "star", "lengths 63/64/65", "branches at 63/64/65 inside branches"):
+        packed = pack(PrefixTree.build(AWKWARD[shape]), key_cap=700, device="cuda")
+        inputs = [*inputs_of(packed, size=size, heads=8), kernel_draw(8, seed=4)]
+        ops = [
+            lambda q, k, v, sinks, impl=impl, packed=packed: attention(
+                q, k, v, packed, scale=0.1, impl=impl, deterministic=True, window=window, sinks_H=sinks
+            )
+            for impl in (impl, "reference")
+        ]
+        assert_kernel_law(*ops, inputs, torch.bfloat16)
+        assert_same_bits(ops[0], inputs, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("window", [64, 100])
+@pytest.mark.parametrize("impl", FLASH)
+def test_bits_with_windows_equal_those_of_separate_rows(impl: str, window: int) -> None:
+    outputs = []
+    for share in ("tree", "none"):
+        tree = PrefixTree.build(AWKWARD["branches at 63/64/65 inside branches"], share=share)
+        packed = pack(tree, key_cap=1500, device="cuda")
+        place = packed.position_T * 64 + packed.token_ids_T  # inputs: functions of the token and its depth
+        tables = [kernel_draw(400 * 64, heads, 128, seed=heads).bfloat16() for heads in (16, 4, 2)]
+        q, k, v = tables[0][place], tables[1][place], tables[2][place].repeat_interleave(2, 1)
+        outputs.append(attention(q, k, v, packed, scale=0.06, impl=impl, window=window)[packed.row_of_N])
+    assert torch.equal(outputs[0], outputs[1])
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

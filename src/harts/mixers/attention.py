@@ -16,6 +16,7 @@ from harts.mixers.context import Context
 from harts.mixers.linear import linear_causal_attention
 from harts.mixers.protocol import Example, Ints, draw
 from harts.ops import attention
+from harts.ops.attention.context import window_context, window_reads
 from harts.ops.kernels import Kernels
 
 __all__ = ["Attention", "SlidingAttention"]
@@ -47,14 +48,19 @@ class Attention:
 
     def outside(self, packed: PackedTree) -> Mapping[str, Ints]:
         """See `Mixer`."""
-        return {"keys": packed.outside_D, "values": packed.outside_D}
+        rows = packed.outside_D if self.window is None else packed.outside_D[window_reads(packed, self.window)]
+        return {"keys": rows, "values": rows}
 
     def forward(self, packed: PackedTree, kernels: Kernels, context: Context | None, *inputs: Any) -> Tensor:
         """See `Mixer`."""
         q_THD, k_TGD, v_TGV, *sinks = inputs
         outside = None
         if context is not None:
-            outside = (context.take("keys", k_TGD, *k_TGD.shape[1:]), context.take("values", v_TGV, *v_TGV.shape[1:]))
+            keys, values = (context.take(name, x, *x.shape[1:]) for name, x in (("keys", k_TGD), ("values", v_TGV)))
+            if self.window is not None:
+                places = packed.layout(window_context, self.window)
+                keys, values = places.spread(keys), places.spread(values)
+            outside = (keys, values)
             context.hand_on("keys", k_TGD)
             context.hand_on("values", v_TGV)
         return attention(
