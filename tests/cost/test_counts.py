@@ -122,7 +122,7 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
 
 DENSE = "Qwen3_5Text,Qwen3,Llama,Mistral,Qwen2,Olmo2,Arcee,Ernie4_5,Gemma,Glm,Glm4,Granite,Helium,HunYuanDenseV1,"
 DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2,Cohere2,Cwm,Exaone4,Gemma2,Gemma3Text,GraniteSWA,Ministral,"
-DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma,Bamba,FalconH1,GraniteMoeHybrid"
+DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma,Bamba,FalconH1,GraniteMoeHybrid,OlmoHybrid"
 
 
 DENSE_OPTIONS: dict[str, dict[str, Any]] = {
@@ -154,6 +154,8 @@ SPARSE: dict[str, dict[str, Any]] = {
     "Qwen2Moe": {},
     "Qwen3Next": {"mlp_only_layers": [1]},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "BailingHybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "KimiLinear": {},
     "Mixtral": {},
     "NemotronH": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_latent_size": 512},
     "Olmoe": {},
@@ -195,7 +197,7 @@ def test_flops_per_row_of_a_mixture_are_twice_the_parameters_that_a_row_meets(st
         model = getattr(transformers, f"{stem}ForCausalLM")(config)
     expected = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2 and not any(part in name for part in ("embed", "moe_statics", "proj_bias")):
+        if parameter.dim() >= 2 and not any(part in name for part in ("embed", "moe_statics", "proj_bias", "A_log")):
             share = 1.0
             if ".experts." in name:  # [experts, out, in]
                 share = (config.to_dict().get("moe_topk") or config.num_experts_per_tok) / len(parameter)

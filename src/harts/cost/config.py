@@ -12,6 +12,8 @@ embedding's look-up are not. The formulas, per layer and row unless said otherwi
   convolution's taps, and the chunked recurrence of Yang et al., "Gated Delta Networks" (2024): with chunks of C = 64,
   per value head 2C x (3 key_dim + 2 value_dim) for K K^T, Q K^T and the triangular systems' products, and
   6 x key_dim x value_dim for reading and updating the state. Replayed rows repeat only the recurrence.
+- Kimi delta attention: the same recurrence; projections of q, k, v, strengths, decays and output gate, the last two of
+  low rank in Kimi Linear.
 - Mamba2: 2 x hidden x (2 inner + 2 groups x state + heads) in and 2 x inner x hidden out, the short convolution's taps,
   and the chunked recurrence of Dao and Gu, "Transformers are SSMs" (2024): with chunks of C = 64, per head
   2C x (state + head_dim) for C B^T and its product with x, and 4 x state x head_dim for reading and updating the state.
@@ -47,6 +49,8 @@ _TWICE_THE_KEYS = ("mimo_v2_flash",)
 """Model types whose layers with a sliding window have twice the key and value heads of the config."""
 _GATED_HEADS = ("laguna",)
 """Model types with a gate on attention's output, of each head or of each channel, as `gating` says."""
+_GATED_LATENTS = ("bailing_hybrid",)
+"""Model types with a gate on each head of latent attention's output."""
 _ONE_PART = ("nemotron_h",)
 """Model types whose decoder layers are either a mixer or an MLP or experts."""
 _IDENTITY_FIELDS = (
@@ -67,6 +71,8 @@ _IDENTITY_FIELDS = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "linear_head_dim",
+    "linear_num_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_num_key_heads",
@@ -208,7 +214,22 @@ def _softmax_attention(sizes: _Sizes, hidden: int, layer: int, kind: str) -> tup
 def _linear_attention(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     """FLOPs of one layer per row, and per row of the recurrence."""
     mamba2 = mamba2_sizes(sizes)
-    return _gated_delta_rule(sizes, hidden) if mamba2 is None else _mamba2(mamba2, hidden)
+    if mamba2 is not None:
+        return _mamba2(mamba2, hidden)
+    return _kimi(sizes, hidden) if sizes.get("linear_num_heads", 0) else _gated_delta_rule(sizes, hidden)
+
+
+def _kimi(sizes: _Sizes, hidden: int) -> tuple[float, float]:
+    heads, size = sizes.need("linear_num_heads"), sizes.need("linear_head_dim")
+    inner = heads * size
+    low_rank = sizes.get("model_type", "") == "kimi_linear"  # the projections of decay and output gate
+    gates = 2 * (hidden + inner) * size if low_rank else 2 * hidden * inner
+    projections = 2 * (hidden * (3 * inner + heads) + gates + inner * hidden)
+    return projections + 6 * sizes.need("linear_conv_kernel_dim") * inner, heads * _delta_chunk(size, size)
+
+
+def _delta_chunk(key_dim: int, value_dim: int) -> int:
+    return 2 * BLOCK * (3 * key_dim + 2 * value_dim) + 6 * key_dim * value_dim
 
 
 def _mamba2(sizes: Mamba2Sizes, hidden: int) -> tuple[float, float]:
@@ -224,8 +245,7 @@ def _gated_delta_rule(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     keys, values = key_heads * key_dim, value_heads * value_dim
     convolution = 2 * sizes.need("linear_conv_kernel_dim") * (2 * keys + values)
     projections = 2 * hidden * (2 * keys + 2 * values + 2 * value_heads) + 2 * values * hidden
-    chunk = 2 * BLOCK * (3 * key_dim + 2 * value_dim) + 6 * key_dim * value_dim
-    return projections + convolution, value_heads * chunk
+    return projections + convolution, value_heads * _delta_chunk(key_dim, value_dim)
 
 
 def _latent_attention(sizes: _Sizes, hidden: int) -> tuple[float, float]:
@@ -239,7 +259,8 @@ def _latent_attention(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     keys = heads * (plain + rotated)
     queries = of_queries * (hidden + keys) if of_queries else hidden * keys
     expanded = hidden * (latent + rotated) + latent * heads * (plain + values)
-    return 2.0 * (queries + expanded + heads * values * hidden), 2.0 * (keys + heads * values)
+    gate = heads * hidden if sizes.get("model_type", "") in _GATED_LATENTS else 0
+    return 2.0 * (queries + expanded + gate + heads * values * hidden), 2.0 * (keys + heads * values)
 
 
 def _mlp(sizes: _Sizes, experts: Experts | None, layer: int, hidden: int) -> float:

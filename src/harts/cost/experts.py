@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["Experts", "Reader", "expert_sizes"]
 
 _NUMBER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_intermediate_size", "moe_shared_expert_intermediate_size")
 _WITHOUT_GATE = ("nemotron_h",)

@@ -3,6 +3,7 @@
 from harts.mixers.attention import Attention, SlidingAttention
 from harts.mixers.context import Context, Wanted
 from harts.mixers.gated_delta_rule import GatedDeltaRule
+from harts.mixers.kimi_delta_attention import KimiDeltaAttention
 from harts.mixers.latent import LatentAttention
 from harts.mixers.mamba2 import Mamba2
 from harts.mixers.protocol import Mixer
@@ -15,6 +16,7 @@ __all__ = [
     "Context",
     "Exchange",
     "GatedDeltaRule",
+    "KimiDeltaAttention",
     "LatentAttention",
     "Mamba2",
     "Mixer",
@@ -24,5 +26,13 @@ __all__ = [
     "Wanted",
 ]
 
-MIXERS: tuple[type[Mixer], ...] = (Attention, SlidingAttention, LatentAttention, GatedDeltaRule, Mamba2, ShortConv)
+MIXERS: tuple[type[Mixer], ...] = (
+    Attention,
+    SlidingAttention,
+    LatentAttention,
+    GatedDeltaRule,
+    KimiDeltaAttention,
+    Mamba2,
+    ShortConv,
+)
 """Every mixer; the laws of `tests/mixers` run over them."""

@@ -86,20 +86,33 @@ class GatedDeltaRule:
             context.hand_on("taps", x_TC)
             outside = self._exchange(context, qkv_TC, g_TG, beta_TG)
             wanted = context.wanted["states"].rows
-        out_TGV, states_WGVK = gated_delta_rule_and_states(
-            *self._heads(qkv_TC), g_TG, beta_TG, packed, impl=kernels.gated_delta_rule, context=outside, wanted=wanted
-        )
+        out_TGV, states_WGVK = self.recur(packed, kernels, qkv_TC, g_TG, beta_TG, outside, wanted)
         if context is not None:
             context.give("states", states_WGVK)
         return out_TGV
+
+    def recur(
+        self,
+        packed: PackedTree,
+        kernels: Kernels,
+        qkv_TC: Tensor,
+        g_TG: Tensor,
+        beta_TG: Tensor,
+        context: LinearContext | None,
+        wanted: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """What is behind the convolution: outputs [T, G, V], and states behind the wanted rows."""
+        return gated_delta_rule_and_states(
+            *self.heads(qkv_TC), g_TG, beta_TG, packed, impl=kernels.gated_delta_rule, context=context, wanted=wanted
+        )
 
     def _exchange(self, context: Context, qkv_TC: Tensor, g_TG: Tensor, beta_TG: Tensor) -> LinearContext:
         """Hands on what others replay, and takes what this piece reads."""
         replayed = {"qkv": qkv_TC, "decay": g_TG, "strength": beta_TG}
         for name, values in replayed.items():
             context.hand_on(name, values)
-        qkv_RC, g_RG, beta_RG = (context.take(name, values, values.shape[1]) for name, values in replayed.items())
-        _, k_RHK, v_RGV = self._heads(qkv_RC)
+        qkv_RC, g_RG, beta_RG = (context.take(name, values, *values.shape[1:]) for name, values in replayed.items())
+        _, k_RHK, v_RGV = self.heads(qkv_RC)
         states = context.take("states", g_TG, self.value_heads, self.value_size, self.key_size)
         return LinearContext(k_RHK, v_RGV, g_RG, beta_RG, states)
 
@@ -107,7 +120,7 @@ class GatedDeltaRule:
         """See `Mixer`."""
         x_LC, g_LG, beta_LG, weight_CW, bias_C = inputs
         qkv_LC = linear_causal_conv1d(x_LC, weight_CW, bias_C, activation=self.activation)
-        return linear_gated_delta_rule(*self._heads(qkv_LC), g_LG, beta_LG)
+        return linear_gated_delta_rule(*self.heads(qkv_LC), g_LG, beta_LG)
 
     def example(self, rows: int, generator: torch.Generator, dtype: torch.dtype) -> Example:
         """See `Mixer`; a token keeps 90-99.9 % of the state, or no test of state passing could fail."""
@@ -119,7 +132,7 @@ class GatedDeltaRule:
             draw(generator, dtype, channels),
         ]
 
-    def _heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q_THK, k_THK and v_TGV: views."""
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
         q_TC, k_TC, v_TC = torch.split(qkv_TC, [keys, keys, values], dim=-1)

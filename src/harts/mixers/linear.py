@@ -13,6 +13,7 @@ __all__ = [
     "linear_causal_attention",
     "linear_causal_conv1d",
     "linear_gated_delta_rule",
+    "linear_kimi_delta_attention",
     "linear_linear_attention",
 ]
 
@@ -22,6 +23,11 @@ def linear_gated_delta_rule(q_LHK: Tensor, k_LHK: Tensor, v_LGV: Tensor, g_LG: T
     return linear_linear_attention(
         _unit(q_LHK) * q_LHK.shape[-1] ** -0.5, _unit(k_LHK), v_LGV, g_LG, beta_LG, delta=True
     )
+
+
+def linear_kimi_delta_attention(q_LHK: Tensor, k_LHK: Tensor, v_LGV: Tensor, g_LGK: Tensor, beta_LG: Tensor) -> Tensor:
+    """The same with a decay of each key channel."""
+    return linear_gated_delta_rule(q_LHK, k_LHK, v_LGV, g_LGK, beta_LG)
 
 
 def linear_linear_attention(

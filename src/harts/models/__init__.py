@@ -3,11 +3,12 @@
 from harts.models.attach import attach, detach
 from harts.models.batches import BatchScores, logprobs_flat, logprobs_padded
 from harts.models.kernel_choice import default_kernels
-from harts.models.presets import PRESETS, tiny_model
+from harts.models.presets import PRESETS
 from harts.models.recompute import recompute_activations
 from harts.models.routing import RouterConfig, RouterOutput
 from harts.models.scores import Scores
 from harts.models.scoring import backward, logprobs, score_tree
+from harts.models.tiny import tiny_model
 
 __all__ = [
     "PRESETS",

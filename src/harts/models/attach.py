@@ -9,7 +9,8 @@ from torch import nn
 from harts.cost import expert_sizes
 from harts.models.attention import PREFIX, register
 from harts.models.configs import check_adapters, check_config
-from harts.models.families import FAMILIES, Family, layer_types
+from harts.models.families import FAMILIES
+from harts.models.family import Family, layer_types
 from harts.models.refused import REASONS, check_version
 from harts.models.routing import install, uninstall
 from harts.models.seams import check_around, find_head

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from harts.cost import expert_sizes, mamba2_sizes
-from harts.mixers import GatedDeltaRule, Mamba2, Mixer
-from harts.models.families import Layer, layer_types
+from harts.mixers import GatedDeltaRule, KimiDeltaAttention, Mamba2, Mixer
+from harts.models.family import Layer, layer_types
 
 __all__ = ["check_adapters", "check_config"]
 
@@ -171,4 +171,12 @@ def _check_experts(config: Any) -> None:
         )
 
 
-_CHECKS: Mapping[type[Mixer], Callable[[Any], None]] = {GatedDeltaRule: _check_linear, Mamba2: _check_mamba2}
+def _check_kimi(config: Any) -> None:
+    _check_convolution(config, "linear_conv_kernel_dim", "hidden_act")
+
+
+_CHECKS: Mapping[type[Mixer], Callable[[Any], None]] = {
+    GatedDeltaRule: _check_linear,
+    KimiDeltaAttention: _check_kimi,
+    Mamba2: _check_mamba2,
+}

@@ -31,6 +31,15 @@ class TreeMixer(nn.Module):
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Input projections: q, k and v side by side [T, C], gate [X, V], writing strength and step size [T, G]."""
 
+    def strength(self, b_TG: Tensor) -> Tensor:
+        """The writing strength, from its projection."""
+        return b_TG.sigmoid()
+
+    def finish(self, out_XV: Tensor, gate_XV: Tensor, *shape: int) -> Tensor:
+        """Gated norm and output projection; the first dimensions of the result are `shape`."""
+        mixer: Any = self
+        return mixer.out_proj(mixer.norm(out_XV, gate_XV).view(*shape, -1))  # type: ignore[no-any-return]
+
     def forward(
         self, hidden_states: Tensor, *args: Any, packed: PackedTree | Sealed[PackedTree] | None = None, **kwargs: Any
     ) -> Tensor:  # [1, F, D] -> [1, F, D]
@@ -56,10 +65,9 @@ class TreeMixer(nn.Module):
             context_of(self, kwargs.get("contexts")),
             cut_rows(qkv_FC, rows),
             -mixer.A_log.to(dtype).exp() * softplus(a_TG.to(dtype) + mixer.dt_bias),
-            b_TG.sigmoid(),
+            self.strength(b_TG),
             mixer.conv1d.weight.squeeze(1),
             mixer.conv1d.bias,
         )
         out_FGV = fill_rows(out_TGV, hidden_states.shape[1])
-        normed_XV = mixer.norm(out_FGV.reshape(-1, mixer.head_v_dim), gate_XV)
-        return mixer.out_proj(normed_XV.view(*hidden_states.shape[:2], -1))  # type: ignore[no-any-return]
+        return self.finish(out_FGV.reshape(-1, mixer.head_v_dim), gate_XV, *hidden_states.shape[:2])

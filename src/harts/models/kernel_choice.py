@@ -9,7 +9,7 @@ from torch import nn
 
 from harts.mixers import Attention, GatedDeltaRule, Mixer, ShortConv
 from harts.models.attach import find_backbone
-from harts.models.families import layer_types
+from harts.models.family import layer_types
 from harts.models.sharded import compute_device, compute_dtype
 from harts.ops.kernels import Kernels
 
@@ -31,9 +31,10 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
     On a CUDA GPU `Kernels.fastest()`, but the gated delta rule is plain for any dtype but bf16 and any head size but
     128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
     plain in fp64. Attention with sliding windows, sinks, soft-capped scores or latents (MLA) is plain too: `"varlen"`
-    and `"fa4"` take the first two where they are named, but have not been measured with them on a GPU. Mamba2's
-    recurrence has no kernel and is plain always. Dtype and device are those that FSDP2 computes with, if the model is
-    sharded. The plain ones elsewhere. `harts train` and `harts bench` write down what ran.
+    and `"fa4"` take the first two where they are named, but have not been measured with them on a GPU. The
+    recurrences of Mamba2 and of Kimi delta attention have no kernel and are plain always. Dtype and device are those
+    that FSDP2 computes with, if the model is sharded. The plain ones elsewhere. `harts train` and `harts bench` write
+    down what ran.
 
     Args:
         model: of a supported family; its parameters lie on one device.

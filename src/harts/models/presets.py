@@ -1,17 +1,11 @@
-"""Tiny random models of the supported families, for tests, checks and a first run."""
+"""Configs of tiny models of the supported families, for tests, checks and a first run."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+__all__ = ["COMMON", "PRESETS"]
 
-from harts.models.families import FAMILIES
-
-__all__ = ["PRESETS", "remember", "tiny_model"]
-
-_COMMON: Mapping[str, Any] = {
+COMMON: Mapping[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -90,6 +84,20 @@ _LATENT: Mapping[str, Any] = {
     "v_head_dim": 12,
 }
 
+_LATENT_AND_LINEAR: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    **_GROUPED,
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "pad_token_id": 0,
+}
+
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-qwen3.5": ("Qwen3_5Text", {**_HYBRID, **_THREE_SECTIONS}),
     "tiny-qwen3": ("Qwen3", {"num_hidden_layers": 2}),
@@ -139,6 +147,31 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_hidden_layers": 2, "sliding_window": 24, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     ),
     "tiny-bamba": ("Bamba", {"num_hidden_layers": 3, **_MAMBA2, "attn_layer_indices": [1], "pad_token_id": 0}),
+    "tiny-bailing-hybrid": (
+        "BailingHybrid",
+        {**_LATENT_AND_LINEAR, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "tiny-kimi-linear": (
+        "KimiLinear",
+        {
+            **_LATENT_AND_LINEAR,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "tiny-olmo-hybrid": (
+        "OlmoHybrid",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 24,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "pad_token_id": 0,
+        },
+    ),
     "tiny-falcon-h1": (
         "FalconH1",
         {
@@ -324,61 +357,3 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-qwen3-moe": ("Qwen3Moe", {"num_hidden_layers": 2, **_EXPERTS}),
 }
 """Name -> (class stem in transformers, changes to the common config)."""
-
-
-def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:
-    """A small model with random weights, in evaluation mode, the same for the same arguments.
-
-    Its recurrent layers keep 90-99.9 % of their state per token. transformers' own random initialisation forgets it
-    within a token, and then no comparison could tell whether a branch started from the right state. Its routers prefer
-    some experts; fresh ones give all nearly the same probability, which would hide a wrong weight.
-
-    Args:
-        name: one of `PRESETS`.
-        dtype: of the parameters.
-        seed: of the weights; the global random state is left as it was.
-        changes: config fields to set otherwise, `vocab_size=...` say.
-
-    Raises:
-        ValueError: unknown name; the message lists those there are.
-    """
-    import transformers
-
-    if name not in PRESETS:
-        raise ValueError(f"model: expected one of {', '.join(PRESETS)} or a directory, got {name!r}")
-    stem, settings = PRESETS[name]
-    config = getattr(transformers, f"{stem}Config")(**{**_COMMON, **settings, **changes})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")(config)
-        for parameter in model.parameters():  # norms start at exactly one, which would hide a wrong scale
-            if parameter.ndim == 1:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        remember(model)
-        _make_choosy(model)
-    return model.to(dtype).eval()  # type: ignore[no-any-return]
-
-
-def remember(model: nn.Module) -> None:
-    """Sets `A_log` and `dt_bias` so that a token keeps 90-99.9 % of the recurrent state, each head another share."""
-    for module in model.modules():
-        a_log, dt_bias = getattr(module, "A_log", None), getattr(module, "dt_bias", None)
-        if isinstance(a_log, nn.Parameter) and isinstance(dt_bias, nn.Parameter):
-            forget = torch.logspace(math.log10(-math.log(0.999)), math.log10(-math.log(0.9)), a_log.numel())
-            # the decay is exp(-A softplus(a + dt_bias)); a is small, and softplus(log(e - 1)) is 1
-            a_log.data = forget.log().to(a_log)
-            dt_bias.data.fill_(math.log(math.e - 1))
-
-
-def _make_choosy(model: nn.Module) -> None:
-    """Scales the routers' weights so that the logits of a token spread by about one, and gives experts a bias."""
-    family = FAMILIES[model.config.get_text_config().model_type]  # type: ignore[union-attr, operator]
-    if family.router is None:
-        return
-    kind = family.router_class()
-    for module in model.modules():
-        if type(module) is kind:
-            family.router.weight_of(module).data *= 8
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith(("e_score_correction_bias", "expert_bias")):  # of the choice
-            tensor.data += 0.2 * torch.randn_like(tensor)

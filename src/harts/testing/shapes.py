@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harts.models import attach
-from harts.models.presets import remember
+from harts.models.tiny import remember
 
 __all__ = ["QWEN3_5_4B", "QWEN3_5_35B_A3B", "SHAPES", "Shape", "build_model"]
 

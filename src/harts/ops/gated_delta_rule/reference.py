@@ -11,11 +11,9 @@ from harts.blocks import BLOCK
 from harts.layout import PackedTree
 from harts.ops.chains import levels
 from harts.ops.linear_attention.context import LinearContext
-from harts.ops.linear_attention.reference import run_blocks
+from harts.ops.linear_attention.reference import run_blocks, unit
 
 __all__ = ["gated_delta_rule_reference"]
-
-_EPS = 1e-6  # of the normalisation of q and k, as in the published models
 
 
 def gated_delta_rule_reference(
@@ -38,8 +36,8 @@ def gated_delta_rule_reference(
         k_XHK, v_XGV, g_XG, beta_XG = context.append_to(k_THK, v_TGV, g_TG, beta_TG)
         states_OGVK = context.states_OGVK
     o_TGV, states_WGVK = run_blocks(
-        _unit(q_XHK.to(dtype)) * q_THK.shape[-1] ** -0.5,
-        _unit(k_XHK.to(dtype)),
+        unit(q_XHK.to(dtype)) * q_THK.shape[-1] ** -0.5,
+        unit(k_XHK.to(dtype)),
         v_XGV,
         g_XG.unsqueeze(-1),
         beta_XG,
@@ -48,7 +46,3 @@ def gated_delta_rule_reference(
         delta=True,
     )
     return o_TGV.to(q_THK.dtype), states_WGVK
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)

@@ -13,9 +13,9 @@ from torch import Tensor
 from harts.layout import PackedTree
 from harts.ops.dispatch import choose
 from harts.ops.linear_attention.context import LinearContext, check, linear_reads
-from harts.ops.linear_attention.reference import linear_attention_reference
+from harts.ops.linear_attention.reference import linear_attention_reference, unit
 
-__all__ = ["LinearContext", "linear_attention", "linear_attention_and_states", "linear_reads"]
+__all__ = ["LinearContext", "linear_attention", "linear_attention_and_states", "linear_reads", "unit"]
 
 _IMPLEMENTATIONS = {"reference": linear_attention_reference}
 

@@ -19,9 +19,10 @@ from harts.layout import PackedTree
 from harts.ops.chains import Levels, levels
 from harts.ops.linear_attention.context import LinearContext
 
-__all__ = ["linear_attention_reference", "run_blocks"]
+__all__ = ["linear_attention_reference", "run_blocks", "unit"]
 
 _PART = 16
+_EPS = 1e-6  # of the normalisation of q and k, as in the published models
 
 
 def linear_attention_reference(
@@ -170,3 +171,8 @@ def _to_blocks(x_XHK: Tensor, layout: Levels) -> Tensor:
     """[X, H, K] -> [E, H, 64, K]; rows behind the end of a partial block are zero: they write and decay nothing."""
     padded = pad(x_XHK, (0, 0, 0, 0, 0, 1)).index_select(0, layout.row_EK.flatten())
     return padded.view(*layout.row_EK.shape, *x_XHK.shape[1:]).transpose(1, 2)
+
+
+def unit(x: Tensor) -> Tensor:
+    """The last dimension with length 1, as published models with the delta rule have their queries and keys."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
