@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl_arms import PROMPTS, assert_same, calls_of, play, prompts, reward, saved, settings, tiny, word_tokenizer
+from trl_arms import PROMPTS, assert_same, calls_of, play, prompts, reward, run, saved, settings, tiny, word_tokenizer
 
 from harts.integrations.regroup import regroup
 from harts.integrations.trl import HartsGRPOTrainer, HartsRLOOTrainer, share
@@ -60,6 +62,17 @@ def test_grpo_trains_as_stock(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_rloo_trains_as_stock(tmp_path: Path, beta: float) -> None:
     stock = group_trainer(RLOOTrainer, tmp_path, beta=beta, num_iterations=2)
     assert_same(stock, group_trainer(HartsRLOOTrainer, tmp_path, beta=beta, num_iterations=2))
+
+
+def test_mixed_precision_and_a_reference_model(tmp_path: Path) -> None:
+    """TRL's default: autocast to bf16, in which two ways of computing agree to some digits."""
+    changes, model = {"bf16": True, "beta": 0.1, "num_iterations": 2}, "tiny-qwen3.5"
+    losses, norms = run(group_trainer(GRPOTrainer, tmp_path, model, **changes))
+    found, found_norms = run(group_trainer(HartsGRPOTrainer, tmp_path, model, **changes))
+    np.testing.assert_allclose(found, losses, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(found_norms, norms, rtol=2e-2)
+    full, _ = run(group_trainer(HartsGRPOTrainer, tmp_path, model, **{**changes, "bf16": False}))
+    assert np.abs(full - found).max() > 1e-6  # it did run in bf16
 
 
 def test_full_attention_and_share_of_a_stock_trainer(tmp_path: Path) -> None:
@@ -212,3 +225,22 @@ def test_what_is_not_regrouped_is_said(
 ) -> None:
     group_trainer(HartsGRPOTrainer, tmp_path, "tiny-qwen3", **changes)
     assert [reason in record.message for record in caplog.records if "not regrouped" in record.message] == [True]
+
+
+def test_checkpoints_resume_and_load_without_harts(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    whole = group_trainer(HartsGRPOTrainer, tmp_path / "whole", max_steps=2, num_iterations=2, **saving)
+    torch.manual_seed(0)
+    whole.train()
+    assert "harts" not in (tmp_path / "whole" / "checkpoint-2" / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-2")
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    ids = torch.arange(2, 20).view(2, 9)
+    generated = [
+        each.eval().generate(input_ids=ids, max_new_tokens=4, do_sample=False) for each in (whole.model, loaded)
+    ]
+    assert torch.equal(*generated)
+    again = group_trainer(HartsGRPOTrainer, tmp_path / "again", max_steps=3, num_iterations=2, **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert again.state.global_step == 3

@@ -18,7 +18,20 @@ pytest.importorskip("trl", reason="TRL is not installed")
 from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
-from trl_arms import END, WORDS, assert_same, calls_of, prompts, reward, saved, settings, text_of, tiny, word_tokenizer
+from trl_arms import (
+    END,
+    WORDS,
+    assert_same,
+    calls_of,
+    prompts,
+    reward,
+    run,
+    saved,
+    settings,
+    text_of,
+    tiny,
+    word_tokenizer,
+)
 
 from harts.integrations.trl import share
 
@@ -96,6 +109,16 @@ def test_variants_train_as_stock(tmp_path: Path, make: Callable[..., Any], chang
     """On full attention: stock transformers does not keep packed rows apart in linear attention on a CPU."""
     model = saved(tmp_path, "tiny-qwen3")
     assert_same(make(tmp_path, model, **changes), share(make(tmp_path, model, **changes)))
+
+
+@pytest.mark.parametrize("make", [dpo, kto, sft])
+def test_mixed_precision(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """TRL's default, in which two ways of computing agree to some digits."""
+    model = saved(tmp_path, "tiny-qwen3")
+    losses, norms = run(make(tmp_path, model, bf16=True))
+    found, found_norms = run(share(make(tmp_path, model, bf16=True)))
+    np.testing.assert_allclose(found, losses, rtol=2e-2)
+    np.testing.assert_allclose(found_norms, norms, rtol=2e-2)
 
 
 def test_metrics_are_those_of_stock(tmp_path: Path) -> None:

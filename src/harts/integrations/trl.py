@@ -91,7 +91,7 @@ def share(trainer: Trainer) -> Trainer:
     _check_options(held)
     for model in (held.model, getattr(held, "ref_model", None)):
         if model is not None:
-            _answer(model, mixed_precision=held.accelerator.mixed_precision)
+            _answer(model, held.accelerator)
     if hasattr(held, "_buffered_inputs"):
         reason = why_not(held)
         if reason is None:
@@ -151,7 +151,7 @@ def _check_options(trainer: Any) -> None:
 # -- the call for log-probabilities ----------------------------------------------------------------------------------
 
 
-def _answer(model: nn.Module, *, mixed_precision: str) -> None:
+def _answer(model: nn.Module, accelerator: Any) -> None:
     """Makes a model with TRL's fused LM head answer for it on the tree.
 
     Raises:
@@ -164,13 +164,14 @@ def _answer(model: nn.Module, *, mixed_precision: str) -> None:
     settings = _settings(fused)
     if unknown := sorted(set(settings["outputs"]) - _FIELDS):
         raise ValueError(f"share: expected outputs of the fused LM head among {sorted(_FIELDS)}, got {unknown[0]!r}")
-    if settings["cast_lm_head_to_fp32"] and mixed_precision != "no":
+    if settings["cast_lm_head_to_fp32"] and accelerator.mixed_precision != "no":
         raise ValueError(
-            f"share: cast_lm_head_to_fp32 together with mixed precision ({mixed_precision}) is not supported; load "
-            "the model in that dtype (model_init_kwargs={'dtype': ...}) and set bf16 and fp16 to False"
+            f"share: cast_lm_head_to_fp32 together with mixed precision ({accelerator.mixed_precision}) is not "
+            "supported; load the model in that dtype (model_init_kwargs={'dtype': ...}) and set bf16 and fp16 to False"
         )
     fused.__func__.__harts_seam__ = True
-    attach(model)
+    with accelerator.autocast():  # its wrapper around a reference model is there already, and would be refused outside
+        attach(model)
 
     @functools.wraps(fused.__func__)  # generate() reads its signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -178,7 +179,8 @@ def _answer(model: nn.Module, *, mixed_precision: str) -> None:
             return before(*args, **kwargs)
         if args:
             raise ValueError("fused_lm_head: expected keyword arguments alone, got positional ones")
-        return _fused_output(model, settings, kwargs)
+        with accelerator.autocast():
+            return _fused_output(model, settings, kwargs)
 
     forward.__harts_seam__ = True  # type: ignore[attr-defined]
     inner.forward = MethodType(forward, inner)
