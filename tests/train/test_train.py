@@ -192,6 +192,18 @@ def test_update_refuses_a_gradient_that_is_not_finite() -> None:
     assert torch.equal(model.weight, before)
 
 
+def test_update_takes_the_steps_learning_rate_and_bounds_the_gradient() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=7.0)
+    for rate in (0.5, 0.25):
+        model.weight.grad = torch.tensor([[3.0, 4.0]])
+        assert update(optimizer, Replicas(), learning_rate=rate, max_grad_norm=1.0) == pytest.approx(5.0)
+        before -= rate * torch.tensor([[0.6, 0.8]])
+        torch.testing.assert_close(model.weight.detach(), before)
+        assert model.weight.grad is None
+
+
 # -- the trainer ---------------------------------------------------------------------------------------------------
 
 

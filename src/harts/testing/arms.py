@@ -7,21 +7,25 @@
 - plain: what a user has without HARTS: transformers (with fla-core on a GPU, where it is installed), SDPA, one row a
   call, and a head that runs in chunks.
 
-All but the last run the same ops of HARTS under one token budget, and differ in what they share alone.
+All but the last run the step that `harts train` runs (`harts.train.step.accumulate`) under one token budget, and differ
+in what they share alone.
 """
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from harts.cost import CostModel
 from harts.layout import PackedTree, pack
-from harts.models import attach, detach, logprobs
+from harts.losses import Loss, LossConfig, LossInputs, LossMetrics, StepDenominators, make_loss
+from harts.models import attach, detach
 from harts.models.attach import find_backbone
 from harts.models.fuse import fuse, unfuse
 from harts.models.recompute import keep_activations, recompute_activations
@@ -30,8 +34,9 @@ from harts.ops.kernels import Kernels
 from harts.ops.logprobs.indices import targets_of_tokens
 from harts.ops.rows import gather_rows
 from harts.plan import Plan, make_plan
+from harts.slots import Microbatch, lay_out
+from harts.train.step import LIKELIHOOD, Accumulated, StepPlan, accumulate
 from harts.trajectory import Trajectory
-from harts.transfer import send
 from harts.tree import PrefixTree, Share
 
 __all__ = ["ARMS", "Arm", "Batch", "Setting", "prepare", "run_step", "set_up"]
@@ -42,6 +47,9 @@ ARMS: Mapping[Arm, Share] = MappingProxyType(
     {"rows": "none", "merged": "prefix", "tree": "tree", "shuffled": "none", "plain": "none"}
 )
 """What each arm merges; see `PrefixTree.build`."""
+
+
+_WEIGHTED = make_loss(LossConfig(algorithm="reinforce"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +79,30 @@ class Batch:
 
     Attributes:
         arm: how it is run.
-        tree: of the whole batch.
-        plan: its microbatches.
-        packed: one per microbatch; of the arm plain one per trajectory, in the order of the plan.
+        step: the batch as a training step of one replica; of the arm plain a microbatch has one trajectory.
         tree_s, plan_s, layout_s: seconds that building each took, moves to the device included.
     """
 
     arm: Arm
-    tree: PrefixTree
-    plan: Plan
-    packed: tuple[PackedTree, ...]
+    step: StepPlan
     tree_s: float
     plan_s: float
     layout_s: float
+
+    @property
+    def tree(self) -> PrefixTree:
+        """Of the whole batch."""
+        return self.step.tree
+
+    @property
+    def plan(self) -> Plan:
+        """What its microbatches were planned as."""
+        return self.step.plan
+
+    @property
+    def packed(self) -> tuple[PackedTree, ...]:
+        """The layout of each call."""
+        return tuple(microbatch.packed for microbatch in self.step.microbatches)
 
 
 def set_up(model: nn.Module, arm: Arm, setting: Setting) -> None:
@@ -113,15 +132,16 @@ def prepare(
     built = time.perf_counter()
     plan = make_plan(tree, token_budget=setting.token_budget, cost_model=setting.cost_model)
     planned = time.perf_counter()
-    packed: list[PackedTree] = []
-    for (microbatch,) in plan.microbatches:
-        members = [trajectories[index] for index in microbatch.trajectories]
-        if arm == "plain":
-            trees = [PrefixTree.build([each]) for each in members]
-        else:
-            trees = [tree if len(members) == len(trajectories) else PrefixTree.build(members, share=ARMS[arm])]
-        packed.extend(pack(each, device=device) for each in trees)
-    return Batch(arm, tree, plan, tuple(packed), built - start, planned - built, time.perf_counter() - planned)
+    microbatches: list[Microbatch] = []
+    if arm == "plain":
+        for index in (index for (part,) in plan.microbatches for index in part.trajectories):
+            alone = PrefixTree.build([trajectories[index]])
+            microbatches.append(Microbatch((index,), alone.trajectories, pack(alone, device=device)))
+    else:
+        microbatches = lay_out(tree, plan, 0, device=device)
+    laid_out = time.perf_counter()
+    step = StepPlan(trajectories, tree, plan, microbatches, laid_out - start)
+    return Batch(arm, step, built - start, planned - built, laid_out - planned)
 
 
 def run_step(
@@ -150,40 +170,53 @@ def run_step(
         ValueError: no token is trained.
     """
     trajectories, offset_B1 = batch.tree.trajectories, batch.tree.offset_B1
-    trained = sum(each.num_trained for each in trajectories)
-    if not trained:
+    if not any(each.num_trained for each in trajectories):
         raise ValueError(
             f"loss_mask: expected a trained token in at least one of {len(trajectories)} trajectories, got none; mark "
             "the sampled tokens in loss_mask"
         )
-    share = -1.0 / trained
+    microbatches = batch.step.microbatches[:most]
+    loss = LIKELIHOOD
+    if weights_B is not None:
+        microbatches, loss = [_weighted(each, weights_B) for each in microbatches], _WEIGHTED
+    if batch.arm == "shuffled":
+        microbatches = microbatches[::-1]
+    step = dataclasses.replace(batch.step, microbatches=microbatches)
+    run = _accumulate_plain if batch.arm == "plain" else accumulate
+    logprobs = run(model, step, loss, kernels=kernels).logprobs
     scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
-    parts: list[tuple[Sequence[int], PackedTree, float | Tensor]] = []
-    for members, packed in _parts(batch)[:most]:
-        if weights_B is None:
-            parts.append((members, packed, share))
-        else:
-            weights = [torch.full((len(trajectories[i]),), weights_B[i] * share) for i in members]
-            parts.append((members, packed, send(torch.cat(weights), packed.device)))
-    scored: list[tuple[Sequence[int], Tensor]] = []
-    for members, packed, weight in reversed(parts) if batch.arm == "shuffled" else parts:
-        plain = batch.arm == "plain"
-        values_N = _plain_logprobs(model, packed) if plain else logprobs(model, packed, kernels=kernels)
-        (values_N * weight).sum().backward()  # type: ignore[no-untyped-call]
-        scored.append((members, values_N.detach()))
-    for members, values_N in scored:  # at the end, so that no copy waits for the device between microbatches
-        lengths = [len(trajectories[index]) for index in members]
-        for index, values in zip(members, torch.split(values_N.cpu(), lengths), strict=True):
-            scores_N[offset_B1[index] : offset_B1[index + 1]] = values
+    values = torch.cat(list(logprobs.values())).cpu()  # at the end, in one copy that waits for the device
+    lengths = [len(trajectories[index]) for index in logprobs]
+    for index, part in zip(logprobs, torch.split(values, lengths), strict=True):
+        scores_N[offset_B1[index] : offset_B1[index + 1]] = part
     return scores_N
 
 
-def _parts(batch: Batch) -> list[tuple[Sequence[int], PackedTree]]:
-    """Trajectories that run in one call, and their layout."""
-    members: list[Sequence[int]] = [microbatch.trajectories for (microbatch,) in batch.plan.microbatches]
-    if batch.arm == "plain":
-        members = [(index,) for each in members for index in each]
-    return list(zip(members, batch.packed, strict=True))
+def _weighted(microbatch: Microbatch, weights_B: Sequence[float]) -> Microbatch:
+    """The same with each trajectory's weight as its advantage."""
+    weighted = [
+        dataclasses.replace(each, advantages=np.full(len(each), weights_B[index]))
+        for index, each in zip(microbatch.indices, microbatch.trajectories, strict=True)
+    ]
+    return dataclasses.replace(microbatch, trajectories=weighted)
+
+
+def _accumulate_plain(model: nn.Module, step: StepPlan, loss: Loss, *, kernels: Kernels | None = None) -> Accumulated:
+    """`harts.train.step.accumulate` through transformers' own code, one trajectory a call."""
+    denominators = StepDenominators.from_trajectories(step.trajectories)
+    total: LossMetrics | None = None
+    logprobs: dict[int, Tensor] = {}
+    for microbatch in step.microbatches:
+        values_N = _plain_logprobs(model, microbatch.packed)
+        inputs = LossInputs.from_trajectories(
+            microbatch.trajectories, values_N, sequences=microbatch.indices, requires=loss.requires
+        )
+        output = loss(inputs, denominators)
+        output.loss.backward()  # type: ignore[no-untyped-call]
+        total = output.metrics if total is None else total + output.metrics
+        logprobs[microbatch.indices[0]] = values_N.detach()
+    assert total is not None, "a plan has a slot"
+    return Accumulated(total, 0.0, None, logprobs)
 
 
 def _plain_logprobs(model: nn.Module, packed: PackedTree) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from harts.cost import CostModel, TimedRun, count, forward_flops, model_identity
-from harts.layout import pack
-from harts.models import logprobs
 from harts.models.attach import find_backbone
 from harts.ops.kernels import Kernels
+from harts.train.step import LIKELIHOOD, accumulate, plan_step
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
@@ -92,7 +91,7 @@ def _star(rng: np.random.Generator, rows: int, branches: int, shared: float, voc
 
 def _time(model: nn.Module, tree: PrefixTree, kernels: Kernels | None) -> TimedRun:
     device = next(model.parameters()).device
-    packed = pack(tree, device=device)
+    step = plan_step(tree.trajectories, token_budget=tree.num_tokens).to(device)
     on_gpu = device.type == "cuda"
     times = []
     for _ in range(_REPEATS + 1):
@@ -100,7 +99,7 @@ def _time(model: nn.Module, tree: PrefixTree, kernels: Kernels | None) -> TimedR
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        logprobs(model, packed, kernels=kernels).sum().backward()  # type: ignore[no-untyped-call]
+        accumulate(model, step, LIKELIHOOD, kernels=kernels)
         if on_gpu:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from harts.layout import PackedTree, pack
+from harts.layout import PackedTree
 from harts.models import detach, logprobs
 from harts.models.attach import find_backbone
+from harts.train.step import LIKELIHOOD, StepPlan, accumulate, plan_step
 from harts.train.trainer import Trainer
 from harts.trajectory import Trajectory
-from harts.tree import PrefixTree
+from harts.tree import PrefixTree, Share
 
 __all__ = ["FirstLook", "first_look"]
 
@@ -57,38 +58,41 @@ def first_look(
             rows has to hold them); at least one trajectory is.
         progress: called with a line before each part.
     """
-    step = trainer.batches.of_step(trainer.step)
+    step = sorted(trainer.batches.of_step(trainer.step), key=lambda each: not each.num_trained)  # trained ones first
     chosen: list[Trajectory] = []
     for trajectory in step:
         if chosen and sum(map(len, chosen)) + len(trajectory) > min(max_tokens, trainer.config.token_budget):
             break
         chosen.append(trajectory)
     device = trainer.config.device
-    trees = {share: PrefixTree.build(chosen, share=share) for share in ("tree", "none")}  # type: ignore[arg-type]
-    packed = {share: pack(tree, device=device) for share, tree in trees.items()}
-    times: dict[str, list[float]] = {"tree": [], "none": []}
-    progress(f"{len(chosen)} rows, {trees['tree'].num_tokens:,} tokens, on a tree and separately")
-    _seconds(trainer.model, packed["tree"])  # warm-up
+    shares: tuple[Share, ...] = ("tree", "none")
+    budget = sum(map(len, chosen))  # of which nothing is cut
+    steps = {share: plan_step(chosen, token_budget=budget, share=share).to(device) for share in shares}
+    tree = steps["tree"].tree
+    times: dict[Share, list[float]] = {"tree": [], "none": []}
+    progress(f"{len(chosen)} rows, {tree.num_tokens:,} tokens, on a tree and separately")
+    _seconds(trainer.model, steps["tree"])  # warm-up
     for pair in range(_PAIRS):
         progress(f"pair {pair + 1} of {_PAIRS}")
         for share, seconds in times.items():
-            seconds.append(_seconds(trainer.model, packed[share]))
+            seconds.append(_seconds(trainer.model, steps[share]))
     progress("the same rows one by one, without HARTS")
     ratios = [separate / tree for separate, tree in zip(times["none"], times["tree"], strict=True)]
     return FirstLook(
         sharing=PrefixTree.build(step).sharing,
         rows_looked_at=len(chosen),
-        tokens=trees["tree"].num_tokens,
-        unique_rows=trees["tree"].num_rows,
+        tokens=tree.num_tokens,
+        unique_rows=tree.num_rows,
         speedup=statistics.median(ratios),
-        logprob_max_abs=_largest_difference(trainer.model, chosen, packed["tree"]),
+        logprob_max_abs=_largest_difference(trainer.model, chosen, steps["tree"].microbatches[0].packed),
     )
 
 
-def _seconds(model: nn.Module, packed: PackedTree) -> float:
+def _seconds(model: nn.Module, step: StepPlan) -> float:
+    packed = step.microbatches[0].packed
     _synchronize(packed)
     start = time.perf_counter()
-    logprobs(model, packed).sum().backward()  # type: ignore[no-untyped-call]
+    accumulate(model, step, LIKELIHOOD)
     _synchronize(packed)
     seconds = time.perf_counter() - start
     model.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harts.cost import CostModel
-from harts.losses import Loss, LossInputs, LossMetrics, StepDenominators
+from harts.losses import Loss, LossConfig, LossInputs, LossMetrics, StepDenominators, make_loss
 from harts.models import RouterConfig, logprobs, score_tree
 from harts.ops.kernels import Kernels
 from harts.ops.moe import RouterStep
@@ -19,7 +19,20 @@ from harts.train.parallel import Replicas
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
 
-__all__ = ["Accumulated", "Microbatch", "StepPlan", "accumulate", "count_routes", "plan_step", "score", "update"]
+__all__ = [
+    "LIKELIHOOD",
+    "Accumulated",
+    "Microbatch",
+    "StepPlan",
+    "accumulate",
+    "count_routes",
+    "plan_step",
+    "score",
+    "update",
+]
+
+LIKELIHOOD = make_loss(LossConfig(algorithm="supervised"))
+"""The mean log-prob of a step's trained tokens, negative: what a step is timed with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,11 +139,13 @@ class Accumulated:
         metrics: of the loss, summed over its microbatches.
         router_loss: balancing loss and z-loss times their coefficients, summed; 0 without `router`.
         router_counts: logical loads and tokens, summed; None without `router`.
+        logprobs: of each of its trajectories, by index within the step, [tokens], detached.
     """
 
     metrics: LossMetrics
     router_loss: float
     router_counts: RouterStep | None
+    logprobs: dict[int, Tensor]
 
 
 def accumulate(
@@ -160,6 +175,7 @@ def accumulate(
     filled = sum(not part.is_empty for slot in step.plan.microbatches for part in slot)
     total: LossMetrics | None = None
     router_loss, statistics = 0.0, []
+    values: dict[int, Tensor] = {}
     for microbatch in step.microbatches:
         scores = score_tree(
             model,
@@ -185,9 +201,12 @@ def accumulate(
             router_loss += float(aux.detach())
             statistics.append(scores.router.statistics)
         value.backward()  # type: ignore[no-untyped-call]
+        parts = microbatch.packed.split(scores.logprobs_N.detach())
+        values.update(zip(microbatch.indices, parts, strict=False))
         total = output.metrics if total is None else total + output.metrics
     assert total is not None, "a plan has a slot"
-    return Accumulated(total, router_loss, RouterStep.from_statistics(statistics) if statistics else None)
+    counts = RouterStep.from_statistics(statistics) if statistics else None
+    return Accumulated(total, router_loss, counts, values)
 
 
 def update(
