@@ -118,7 +118,7 @@ def test_random_trees_in_random_pieces(hybrid: nn.Module, tree: PrefixTree, seed
 @pytest.mark.parametrize("name", list(PRESETS))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_family_with_a_token_budget(name: str, recompute: bool) -> None:
-    trajectories = random_trajectories(np.random.default_rng(5), max_length=150)
+    trajectories = random_trajectories(np.random.default_rng(5), max_length=100)
     with all_fp64():
         model = harts.attach(tiny_model(name, dtype=torch.float64))
         if recompute:
