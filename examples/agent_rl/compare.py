@@ -26,18 +26,18 @@ __all__ = ["games_of", "replay", "same_games"]
 def same_games(one: Path, other: Path) -> dict[str, Any]:
     """How many steps played the same games token by token, and how far the parameters are apart behind the last step.
 
+    Where one run is shorter, its steps are compared, and parameters are not.
+
     Raises:
-        ValueError: the runs have other seeds or lengths.
+        ValueError: the runs have other settings.
     """
     configs = [json.loads((path / "config.json").read_text()) for path in (one, other)]
     for name in set(configs[0]) - {"arm"}:
         if configs[0][name] != configs[1][name]:
             raise ValueError(f"{other}: expected {name} {configs[0][name]}, as in {one}, got {configs[1][name]}")
     lines = [[json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()] for path in (one, other)]
-    if len(lines[0]) != len(lines[1]):
-        raise ValueError(f"{other}: expected {len(lines[0])} steps, as in {one}, got {len(lines[1])}")
     states = [torch.load(path / "state.pt", weights_only=True)["model"] for path in (one, other)]
-    same = [first["games"] == second["games"] for first, second in zip(*lines, strict=True)]
+    same = [first["games"] == second["games"] for first, second in zip(*lines, strict=False)]
     apart = max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0])
     return {
         "check": "same games",
@@ -46,8 +46,8 @@ def same_games(one: Path, other: Path) -> dict[str, Any]:
         "seed": configs[0]["seed"],
         "steps": len(same),
         "steps_with_the_same_games": same.index(False) if False in same else len(same),
-        "parameters_apart": apart,
-        "win_rate_at_the_end": [sum(line["win_rate"] for line in each[-10:]) / 10 for each in lines],
+        "parameters_apart": apart if len(lines[0]) == len(lines[1]) else None,
+        "win_rate_at_the_end": [sum(line["win_rate"] for line in each[-10:]) / len(each[-10:]) for each in lines],
     }
 
 
