@@ -156,6 +156,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "BailingHybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "KimiLinear": {},
+    "MiniMax": {},
     "Mixtral": {},
     "NemotronH": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_latent_size": 512},
     "Olmoe": {},

@@ -326,6 +326,8 @@ def test_a_transformers_too_old_for_a_family_is_named(monkeypatch: pytest.Monkey
         ("tiny-lfm2-moe", ["in_proj", "out_proj", "q_proj", "w2"]),
         ("tiny-granite", ["q_proj", "down_proj"]),
         ("tiny-bamba", ["in_proj", "q_proj", "down_proj"]),
+        ("tiny-kimi-linear", ["k_proj", "b_proj", "f_a_proj", "o_proj"]),
+        ("tiny-minimax", ["qkv_proj", "output_gate"]),
         ("tiny-nemotron-h", ["in_proj", "q_proj", "up_proj"]),
         ("tiny-phi3", ["qkv_proj", "gate_up_proj"]),
     ],

@@ -17,6 +17,8 @@ embedding's look-up are not. The formulas, per layer and row unless said otherwi
 - Mamba2: 2 x hidden x (2 inner + 2 groups x state + heads) in and 2 x inner x hidden out, the short convolution's taps,
   and the chunked recurrence of Dao and Gu, "Transformers are SSMs" (2024): with chunks of C = 64, per head
   2C x (state + head_dim) for C B^T and its product with x, and 4 x state x head_dim for reading and updating the state.
+- lightning attention: 2 x hidden x 5 heads x head_dim for q, k, v, the output gate and the output; the same recurrence
+  with state = head_dim.
 - short convolution with two gates (LFM2): 2 x hidden x 4 hidden for its projections, and the taps.
 - MLP: 6 x hidden x intermediate, 4 x where it has no gate; mixture of experts: that of the experts chosen per token,
   the shared expert and the router.
@@ -51,6 +53,8 @@ _GATED_HEADS = ("laguna",)
 """Model types with a gate on attention's output, of each head or of each channel, as `gating` says."""
 _GATED_LATENTS = ("bailing_hybrid",)
 """Model types with a gate on each head of latent attention's output."""
+_LIGHTNING = ("minimax",)
+"""Model types whose linear attention is lightning attention."""
 _ONE_PART = ("nemotron_h",)
 """Model types whose decoder layers are either a mixer or an MLP or experts."""
 _IDENTITY_FIELDS = (
@@ -216,7 +220,14 @@ def _linear_attention(sizes: _Sizes, hidden: int) -> tuple[float, float]:
     mamba2 = mamba2_sizes(sizes)
     if mamba2 is not None:
         return _mamba2(mamba2, hidden)
+    if sizes.get("model_type", "") in _LIGHTNING:
+        return _lightning(sizes, hidden)
     return _kimi(sizes, hidden) if sizes.get("linear_num_heads", 0) else _gated_delta_rule(sizes, hidden)
+
+
+def _lightning(sizes: _Sizes, hidden: int) -> tuple[float, float]:
+    heads, size = sizes.need("num_attention_heads"), sizes.head_dim()
+    return 10 * hidden * heads * size, heads * (4 * BLOCK * size + 4 * size * size)
 
 
 def _kimi(sizes: _Sizes, hidden: int) -> tuple[float, float]:

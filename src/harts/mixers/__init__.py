@@ -5,6 +5,7 @@ from harts.mixers.context import Context, Wanted
 from harts.mixers.gated_delta_rule import GatedDeltaRule
 from harts.mixers.kimi_delta_attention import KimiDeltaAttention
 from harts.mixers.latent import LatentAttention
+from harts.mixers.lightning import LightningAttention
 from harts.mixers.mamba2 import Mamba2
 from harts.mixers.protocol import Mixer
 from harts.mixers.short_conv import ShortConv
@@ -18,6 +19,7 @@ __all__ = [
     "GatedDeltaRule",
     "KimiDeltaAttention",
     "LatentAttention",
+    "LightningAttention",
     "Mamba2",
     "Mixer",
     "ShortConv",
@@ -32,6 +34,7 @@ MIXERS: tuple[type[Mixer], ...] = (
     LatentAttention,
     GatedDeltaRule,
     KimiDeltaAttention,
+    LightningAttention,
     Mamba2,
     ShortConv,
 )

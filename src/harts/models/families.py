@@ -11,6 +11,7 @@ from harts.mixers import (
     GatedDeltaRule,
     KimiDeltaAttention,
     LatentAttention,
+    LightningAttention,
     Mamba2,
     ShortConv,
     SlidingAttention,
@@ -263,6 +264,17 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         layers=_mamba2("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer"),
         router=Router(module=f"{_MODELS}.granitemoehybrid.modeling_granitemoehybrid:GraniteMoeHybridTopKRouter"),
+    ),
+    "minimax": Family(
+        layers={
+            **_attention("minimax.modeling_minimax:MiniMaxAttention"),
+            "linear_attention": Layer(
+                f"{_MODELS}.minimax.modeling_minimax:MiniMaxLightningAttention",
+                LightningAttention,
+                "harts.models.minimax:TreeLightningAttention",
+            ),
+        },
+        router=Router(module=f"{_MODELS}.minimax.modeling_minimax:MiniMaxTopKRouter"),
     ),
     "nemotron_h": Family(
         layers={**_mamba2("nemotron_h", "NemotronH", "Mamba2Mixer"), "mlp": None, "moe": None},

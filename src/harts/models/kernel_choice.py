@@ -32,9 +32,9 @@ def default_kernels(model: nn.Module, *, deterministic: bool = False) -> Kernels
     128, attention is plain above 16 bits or with a head size that is no multiple of 8 or above 256, and log-probs are
     plain in fp64. Attention with sliding windows, sinks, soft-capped scores or latents (MLA) is plain too: `"varlen"`
     and `"fa4"` take the first two where they are named, but have not been measured with them on a GPU. The
-    recurrences of Mamba2 and of Kimi delta attention have no kernel and are plain always. Dtype and device are those
-    that FSDP2 computes with, if the model is sharded. The plain ones elsewhere. `harts train` and `harts bench` write
-    down what ran.
+    recurrences of Mamba2, Kimi delta attention and lightning attention have no kernel and are plain always. Dtype and
+    device are those that FSDP2 computes with, if the model is sharded. The plain ones elsewhere. `harts train` and
+    `harts bench` write down what ran.
 
     Args:
         model: of a supported family; its parameters lie on one device.

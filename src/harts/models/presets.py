@@ -172,6 +172,19 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "tiny-minimax": (
+        "MiniMax",
+        {
+            "num_hidden_layers": 3,
+            **_LOCAL_EXPERTS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "block_size": 32,
+            "linear_attn_alpha_factor": 1.1,
+            "linear_attn_beta_factor": 0.9,
+            "full_attn_alpha_factor": 1.2,
+            "mlp_beta_factor": 0.8,
+        },
+    ),
     "tiny-falcon-h1": (
         "FalconH1",
         {

@@ -42,7 +42,9 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
                 parameter.data += 0.1 * torch.randn_like(parameter)
         remember(model)
         _make_choosy(model)
-    return model.to(dtype).eval()  # type: ignore[no-any-return]
+    model = model.to(dtype)
+    _make_decays_exact(model)
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def remember(model: nn.Module) -> None:
@@ -61,6 +63,14 @@ def remember(model: nn.Module) -> None:
                 a_log.data = forget.log().view_as(a_log).to(a_log)
                 dt_bias.data.fill_(math.log(math.e - 1))
             dt_bias.data -= torch.linspace(0, 1 if channels > 1 else 0, channels).repeat(a_log.numel()).to(dt_bias)
+
+
+def _make_decays_exact(model: nn.Module) -> None:
+    """Lightning attention of transformers keeps powers of its decays, made in fp32 whatever the model's dtype."""
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):
+            factors: Any = module.decay_factors
+            module.query_decay, module.key_decay, module.diagonal_decay = factors(module.slope_rate)
 
 
 def _make_choosy(model: nn.Module) -> None:
