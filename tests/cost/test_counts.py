@@ -122,7 +122,7 @@ def test_flops_of_experts_count_the_chosen_ones() -> None:
 
 DENSE = "Qwen3_5Text,Qwen3,Llama,Mistral,Qwen2,Olmo2,Arcee,Ernie4_5,Gemma,Glm,Glm4,Granite,Helium,HunYuanDenseV1,"
 DENSE += "Ministral3,Olmo,Phi3,SeedOss,SmolLM3,Starcoder2,Cohere2,Cwm,Exaone4,Gemma2,Gemma3Text,GraniteSWA,Ministral,"
-DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma,Bamba,FalconH1,GraniteMoeHybrid,OlmoHybrid"
+DENSE += "MiniCPM3,Youtu,Olmo3,VaultGemma,Bamba,FalconH1,GraniteMoeHybrid,OlmoHybrid,Cohere,NanoChat,Phi"
 
 
 DENSE_OPTIONS: dict[str, dict[str, Any]] = {

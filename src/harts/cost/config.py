@@ -40,7 +40,7 @@ from harts.cost.recurrent import Mamba2Sizes, mamba2_sizes
 __all__ = ["forward_flops", "model_identity"]
 
 _GATED_QUERIES = ("afmoe", "qwen3_5", "qwen3_next")
-_PLAIN_MLP = ("arcee", "nemotron_h", "starcoder2")
+_PLAIN_MLP = ("arcee", "nemotron_h", "starcoder2", "nanochat", "phi")
 _MLP_WIDTH = {"granitemoehybrid": "shared_intermediate_size"}
 """Fields with the width of the MLP of model types that call it otherwise."""
 _ATTENTION = {"full_attention": "full_attention", "hybrid": "full_attention", "sliding_attention": "sliding_attention"}

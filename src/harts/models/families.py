@@ -72,6 +72,7 @@ _GROUPED_SIGMOIDS: Mapping[str, Any] = {
 
 _PLAIN: tuple[tuple[str, str], ...] = (
     ("arcee", "Arcee"),
+    ("cohere", "Cohere"),
     ("cohere2", "Cohere2"),
     ("cwm", "Cwm"),
     ("ernie4_5", "Ernie4_5"),
@@ -89,9 +90,11 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     ("ministral", "Ministral"),
     ("ministral3", "Ministral3"),
     ("mistral", "Mistral"),
+    ("nanochat", "NanoChat"),
     ("olmo", "Olmo"),
     ("olmo2", "Olmo2"),
     ("olmo3", "Olmo3"),
+    ("phi", "Phi"),
     ("phi3", "Phi3"),
     ("qwen2", "Qwen2"),
     ("qwen3", "Qwen3"),

@@ -109,6 +109,7 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "tiny-olmo2": ("Olmo2", {"num_hidden_layers": 2}),
     "tiny-arcee": ("Arcee", {"num_hidden_layers": 2}),
+    "tiny-cohere": ("Cohere", {"num_hidden_layers": 2, "logit_scale": 0.3, "pad_token_id": 0}),
     "tiny-cohere2": ("Cohere2", {"num_hidden_layers": 2, **_MIXED, "logit_scale": 0.3, "pad_token_id": 0}),
     "tiny-cwm": ("Cwm", {"num_hidden_layers": 2, **_MIXED, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}),
     "tiny-exaone4": ("Exaone4", {"num_hidden_layers": 2, **_MIXED}),
@@ -135,6 +136,8 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tiny-helium": ("Helium", {"num_hidden_layers": 2, "pad_token_id": 0}),
     "tiny-hunyuan": ("HunYuanDenseV1", {"num_hidden_layers": 2}),
     "tiny-ministral3": ("Ministral3", {"num_hidden_layers": 2, "sliding_window": None}),
+    "tiny-nanochat": ("NanoChat", {"num_hidden_layers": 2}),
+    "tiny-phi": ("Phi", {"num_hidden_layers": 2}),
     "tiny-olmo": ("Olmo", {"num_hidden_layers": 2}),
     "tiny-phi3": ("Phi3", {"num_hidden_layers": 2, "pad_token_id": 0, "sliding_window": 24}),
     "tiny-seed-oss": (

@@ -9,7 +9,21 @@ from torch import nn
 from harts.models.families import FAMILIES
 from harts.models.presets import COMMON, PRESETS
 
-__all__ = ["remember", "tiny_model"]
+__all__ = ["remember", "tiny_config", "tiny_model"]
+
+
+def tiny_config(name: str, **changes: Any) -> Any:
+    """The config of `tiny_model`.
+
+    Raises:
+        ValueError: unknown name; the message lists those there are.
+    """
+    import transformers
+
+    if name not in PRESETS:
+        raise ValueError(f"model: expected one of {', '.join(PRESETS)} or a directory, got {name!r}")
+    stem, settings = PRESETS[name]
+    return getattr(transformers, f"{stem}Config")(**{**COMMON, **settings, **changes})
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:
@@ -30,10 +44,8 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
     """
     import transformers
 
-    if name not in PRESETS:
-        raise ValueError(f"model: expected one of {', '.join(PRESETS)} or a directory, got {name!r}")
-    stem, settings = PRESETS[name]
-    config = getattr(transformers, f"{stem}Config")(**{**COMMON, **settings, **changes})
+    config = tiny_config(name, **changes)
+    stem, _ = PRESETS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")(config)
