@@ -69,6 +69,11 @@ def test_reading_and_planning_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_ops_know_no_process_groups() -> None:
+    for path in sorted((ROOT / "ops").rglob("*.py")):
+        assert "torch.distributed" not in path.read_text(encoding="utf-8"), path
+
+
 def test_files_and_functions_stay_small() -> None:
     for path in sorted(ROOT.rglob("*.py")):
         kernel = path.name == "triton.py" or "@triton.jit" in path.read_text(encoding="utf-8")

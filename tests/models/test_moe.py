@@ -19,8 +19,9 @@ from harts.losses import LossConfig, LossInputs, StepDenominators, make_loss
 from harts.models import RouterConfig, RouterOutput, tiny_model
 from harts.models import routing as routing_module
 from harts.models.attach import find_backbone
-from harts.models.routing import Routing, _announce, _route
-from harts.ops.moe import RouterStep
+from harts.models.router_hooks import _announce, _route
+from harts.models.router_losses import RouterStep
+from harts.models.routing import Routing
 from harts.testing.fp64 import all_fp64
 from harts.testing.judging import gradient_sizes
 from harts.testing.trees import AWKWARD, random_trajectories, trajectories_strategy

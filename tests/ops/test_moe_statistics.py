@@ -14,16 +14,15 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from harts.layout import PackedTree, pack
-from harts.ops.moe import (
+from harts.models.router_losses import (
     RouterStatistics,
     RouterStep,
-    count_tokens,
     load_balancing_loss,
     loss_free_bias,
     max_violation,
-    router_sums,
     router_z_loss,
 )
+from harts.ops.moe import count_tokens, router_sums
 from harts.testing.fp64 import all_fp64
 from harts.testing.trees import AWKWARD, random_trajectories, trajectories_strategy
 from harts.trajectory import Trajectory

@@ -5,7 +5,8 @@ from harts.models.batches import BatchScores, logprobs_flat, logprobs_padded
 from harts.models.kernel_choice import default_kernels
 from harts.models.presets import PRESETS
 from harts.models.recompute import recompute_activations
-from harts.models.routing import RouterConfig, RouterOutput
+from harts.models.router_losses import RouterStep
+from harts.models.router_output import RouterConfig, RouterOutput
 from harts.models.scores import Scores
 from harts.models.scoring import backward, logprobs, score_tree
 from harts.models.tiny import tiny_model
@@ -15,6 +16,7 @@ __all__ = [
     "BatchScores",
     "RouterConfig",
     "RouterOutput",
+    "RouterStep",
     "Scores",
     "attach",
     "backward",

@@ -12,7 +12,7 @@ from harts.models.configs import check_adapters, check_config
 from harts.models.families import FAMILIES
 from harts.models.family import Family, layer_types
 from harts.models.refused import REASONS, check_version
-from harts.models.routing import install, uninstall
+from harts.models.router_hooks import install, uninstall
 from harts.models.seams import check_around, find_head
 from harts.models.twins import swap, swap_back
 from harts.models.watch import install_watch, uninstall_watch

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from harts.layout import PackedTree, pack
-from harts.models.routing import RouterOutput
+from harts.models.router_output import RouterOutput
 from harts.models.scores import Extras
 from harts.models.scoring import score_tree
 from harts.models.sharded import compute_device

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harts.layout import PackedTree
 from harts.models.called import called_logprobs
-from harts.models.routing import RouterOutput
+from harts.models.router_output import RouterOutput
 from harts.models.scores import Scores
 from harts.models.seams import LogitShape, has_own_call
 from harts.ops import row_logprobs

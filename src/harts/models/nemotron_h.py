@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHMamba2Mixer
 
 from harts.models.mamba2 import TreeMamba2
-from harts.models.routing import announce
+from harts.models.router_hooks import announce
 
 __all__ = ["TreeBlock", "TreeMamba2Mixer"]
 

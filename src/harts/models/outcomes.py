@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harts.layout import PackedTree
 from harts.models.heads import Parts
-from harts.models.routing import RouterOutput
+from harts.models.router_output import RouterOutput
 
 __all__ = ["Outcome", "Whole"]
 

@@ -1,129 +1,28 @@
-"""What `harts.logprobs` has to do with a model's routers: sum them up, and force recorded experts.
+"""One forward pass as its routers see it: sums them up, and forces recorded experts.
 
-A router only sees hidden states. So the token mixer of its layer, which sees the forward's keyword arguments, notes the
-pass it belongs to for the router that runs after it, in the same thread: activation recomputation runs both again,
-perhaps in another thread, and gives the same experts. What a router summed is kept once, however often it runs.
+Routers call it through the hooks of `harts.models.router_hooks`. What a router summed is kept once, however often it
+runs.
 
 Shape suffixes: T rows of the tree, F rows with the dummy ones of `harts.models.row_floor`, D channels, E experts,
 K experts per token, Y mixture-of-experts layers, U units.
 """
 
-from collections.abc import Collection, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harts.layout import PackedTree
+from harts.models.router_losses import RouterStatistics
+from harts.models.router_output import RouterConfig, RouterOutput
 from harts.models.routers import Router
 from harts.models.row_floor import cut_rows, fill_rows
-from harts.models.sharded import Sealed, unseal
-from harts.ops.moe import (
-    CountedTokens,
-    Layers,
-    LoadPer,
-    RouterStatistics,
-    RouterStep,
-    RouterSums,
-    Scope,
-    TokenCount,
-    count_tokens,
-    load_balancing_loss,
-    router_logits,
-    router_scores,
-    router_sums,
-    router_z_loss,
-)
+from harts.ops.moe import RouterSums, TokenCount, count_tokens, router_logits, router_scores, router_sums
 from harts.transfer import send
 
-__all__ = ["RouterConfig", "RouterOutput", "Routing", "announce", "install", "moe_layers", "start_routing", "uninstall"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterConfig:
-    """What to take from the routers of a mixture-of-experts model.
-
-    Attributes:
-        scope: tokens over which loads are taken, "trajectory", "microbatch" or "step"; see
-            `harts.ops.moe.load_balancing_loss`. There is no default: the balancing loss is not linear in the batch.
-        tokens: tokens that count, "all" or "trained".
-        balance_coefficient, z_coefficient: of the two losses in `RouterOutput.aux_loss`.
-        layers, load_per: form of the balancing loss; the defaults are transformers' form.
-        routes: keep the experts that each row ran, in `RouterOutput.routes_YTK`.
-        exact: compute router logits in fp32 whatever the model's dtype, TF32 or autocast, from products in fp64 of a
-            fixed number of rows (`harts.ops.moe.router_logits`), and break ties by index, so that a row's experts
-            depend on its hidden state alone. In lower precision this is another model than without.
-
-    Raises:
-        ValueError: an unknown name, or a coefficient that is negative or not finite.
-    """
-
-    scope: Scope
-    tokens: CountedTokens = "all"
-    balance_coefficient: float = 0.0
-    z_coefficient: float = 0.0
-    layers: Layers = "pooled"
-    load_per: LoadPer = "token"
-    routes: bool = False
-    exact: bool = False
-
-    def __post_init__(self) -> None:
-        names = {
-            "scope": ("trajectory", "microbatch", "step"),
-            "tokens": ("all", "trained"),
-            "layers": ("pooled", "mean", "sum"),
-            "load_per": ("token", "assignment"),
-        }
-        for name, known in names.items():
-            if getattr(self, name) not in known:
-                expected = ", ".join(map(repr, known))
-                raise ValueError(f"RouterConfig, field {name}: expected one of {expected}, got {getattr(self, name)!r}")
-        for name in ("balance_coefficient", "z_coefficient"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"RouterConfig, field {name}: expected a number >= 0, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class RouterOutput:
-    """The routers of one microbatch.
-
-    Attributes:
-        config: as given.
-        statistics: loads, and differentiable sums of probabilities and of squared log-sum-exps.
-        routes_YTK: int16 [Y, T, K], ascending: experts that each row ran, in row order; None unless asked for.
-    """
-
-    config: RouterConfig
-    statistics: RouterStatistics
-    routes_YTK: Tensor | None
-
-    def aux_loss(self, step: RouterStep | None = None) -> Tensor:
-        """Balancing loss and z-loss times their coefficients, to be added to the microbatch's loss.
-
-        Args:
-            step: counts of the whole optimiser step, so that its microbatches add up. Needed in scope "step" (with
-                loads), possible in scope "trajectory".
-
-        Raises:
-            ValueError: see `harts.ops.moe.load_balancing_loss`.
-        """
-        loss = self.statistics.z_UY.new_zeros(())
-        if self.config.balance_coefficient:
-            loss = loss + self.config.balance_coefficient * self.balance_loss(step)
-        if self.config.z_coefficient:
-            loss = loss + self.config.z_coefficient * self.z_loss(step)
-        return loss
-
-    def balance_loss(self, step: RouterStep | None = None) -> Tensor:
-        """The balancing loss, without a coefficient."""
-        config = self.config
-        return load_balancing_loss(self.statistics, layers=config.layers, load_per=config.load_per, step=step)
-
-    def z_loss(self, step: RouterStep | None = None) -> Tensor:
-        """The z-loss, without a coefficient."""
-        return router_z_loss(self.statistics, layers=self.config.layers, step=step)
+__all__ = ["Routing", "start_routing"]
 
 
 @dataclass(eq=False)
@@ -276,60 +175,3 @@ def _check_routes(packed: PackedTree, layers: int, num_experts: int, per_token: 
                 f"below {num_experts}, as the model has, got {list(routes.shape)} up to {routes.max()}; record only "
                 "the mixture-of-experts layers"
             )
-
-
-# -- hooks -----------------------------------------------------------------------------------------------------------
-
-_CURRENT: ContextVar[tuple[Routing, int] | None] = ContextVar("harts_routing", default=None)
-_HANDLES = "_harts_routing_handles"
-
-
-def moe_layers(text: nn.Module, router_class: type[nn.Module] | None) -> dict[int, int]:
-    """Decoder layers that have a router -> their place among those."""
-    if router_class is None:
-        return {}
-    layers = [i for i, layer in enumerate(_layers(text)) if any(type(m) is router_class for m in layer.modules())]
-    return {layer: place for place, layer in enumerate(layers)}
-
-
-def install(text: nn.Module, mixer_classes: Collection[type[nn.Module]], router_class: type[nn.Module] | None) -> None:
-    """Registers the hooks on mixers and routers; without `routing=` in a forward they do nothing."""
-    if router_class is None:
-        return
-    handles: list[Any] = []
-    for module in text.modules():
-        if type(module) in mixer_classes:
-            handles.append(module.register_forward_pre_hook(_announce, with_kwargs=True))
-        elif type(module) is router_class:
-            handles.append(module.register_forward_hook(_route))
-    setattr(text, _HANDLES, handles)
-
-
-def uninstall(text: nn.Module) -> None:
-    """Removes what `install` registered."""
-    for handle in text.__dict__.pop(_HANDLES, []):
-        handle.remove()
-
-
-def _layers(text: Any) -> Collection[nn.Module]:
-    return text.layers  # type: ignore[no-any-return]
-
-
-def _announce(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    announce(mixer.layer_idx, kwargs.pop("routing", None))
-    return args, kwargs
-
-
-def announce(layer: int, routing: Routing | Sealed[Routing] | None) -> None:
-    """Says which decoder layer the next router is of; called inside the layer, so that recomputation says it again."""
-    found = unseal(routing)
-    _CURRENT.set(None if found is None else (found, layer))
-
-
-def _route(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
-    current = _CURRENT.get()
-    if current is None:
-        return None
-    _CURRENT.set(None)
-    routing, layer = current
-    return routing.route(layer, router, args, output)

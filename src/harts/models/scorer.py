@@ -16,7 +16,9 @@ from harts.models.draws import check_draws
 from harts.models.heads import Parts, check_top_k, must_call, run_head
 from harts.models.kernel_choice import default_kernels
 from harts.models.pieces import Contexts
-from harts.models.routing import RouterConfig, RouterOutput, Routing, moe_layers, start_routing
+from harts.models.router_hooks import moe_layers
+from harts.models.router_output import RouterConfig, RouterOutput
+from harts.models.routing import Routing, start_routing
 from harts.models.row_floor import cut_rows, repeat_first
 from harts.models.scores import Extras
 from harts.models.seams import LogitShape, check_around, find_head, logit_shape

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harts.layout import PackedTree
-from harts.models.routing import RouterConfig, RouterOutput
+from harts.models.router_output import RouterConfig, RouterOutput
 
 __all__ = ["Extras", "Scores"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from harts.cost import CostModel
 from harts.losses import Loss, LossConfig, LossInputs, LossMetrics, StepDenominators, make_loss
 from harts.models import RouterConfig, logprobs, score_tree
+from harts.models.router_losses import RouterStep
 from harts.ops.kernels import Kernels
-from harts.ops.moe import RouterStep
 from harts.plan import Plan, check_plan, make_plan
 from harts.slots import Microbatch, lay_out
 from harts.train.parallel import Replicas

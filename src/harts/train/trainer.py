@@ -18,7 +18,7 @@ from harts.losses import make_loss
 from harts.models import PRESETS, default_kernels
 from harts.models.device import to_device
 from harts.models.recompute import check_kept
-from harts.ops.moe import RouterStep, max_violation
+from harts.models.router_losses import RouterStep, max_violation
 from harts.train.batches import Batches, data_hash
 from harts.train.build import make_cost_model, make_model, make_optimizer
 from harts.train.checkpoint import (

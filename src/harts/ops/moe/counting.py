@@ -21,7 +21,7 @@ from harts.transfer import send, to_int64
 __all__ = ["RouterSums", "Scope", "TokenCount", "count_tokens", "router_sums"]
 
 Scope = Literal["trajectory", "microbatch", "step"]
-"""Tokens over which a load is taken; see `harts.ops.moe.load_balancing_loss`."""
+"""Tokens over which a load is taken; see `harts.models.router_losses`."""
 
 _RUN = 64  # most rows of a run: one program of a kernel adds a run row by row
 

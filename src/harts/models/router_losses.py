@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from harts.ops.moe.counting import Scope
+from harts.ops.moe import Scope
 from harts.trajectory import Trajectory
 
 __all__ = [
