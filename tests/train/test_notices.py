@@ -38,7 +38,6 @@ def rollouts(rewards: list[float], *, recorded: bool = True) -> list[Trajectory]
         ([1, 1, 0, 0], True, {"dtype": "float32"}, "all 4 trajectories have advantage zero"),
         ([1, 1, 0, 1], True, {"dtype": "float32"}, "2 of 4 trajectories have advantage zero"),
         ([0, 1, 1, 0], False, {"dtype": "float32"}, "no behaviour log-probs"),
-        ([0, 1, 1, 0], True, {"dtype": "bfloat16", "learning_rate": 1e-6}, "bfloat16 weights at learning rate 1e-06"),
     ],
 )
 def test_notes(

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -288,33 +286,6 @@ def test_missing_behaviour_and_reference_logprobs_are_computed(tmp_path: Path) -
     assert records[0]["ratio_mean"] == pytest.approx(1, abs=1e-9)
     assert records[0]["ref_kl"] == pytest.approx(0, abs=1e-9)
     assert records[1]["ref_kl"] > 1e-6
-
-
-def test_two_replicas_train_as_one(tmp_path: Path) -> None:
-    data = write(tmp_path / "data.jsonl", rollouts())
-    script = (
-        "import sys, harts.train as t; c = t.TrainConfig.load(sys.argv[1]); "
-        "list(t.Trainer(c, sys.argv[2], log=lambda line: None).run())"
-    )
-    toml = tmp_path / "run.toml"
-    toml.write_text(
-        f'data = "{Path(data).name}"\nsteps = 2\ntoken_budget = 250\ngroups_per_step = 3\ndtype = "float64"\n'
-        '[loss]\nalgorithm = "supervised"\n'
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    (tmp_path / "script.py").write_text(script)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, str(tmp_path / "script.py"), str(toml), str(tmp_path / "two")],
-        check=True, env=environment, capture_output=True,
-    )  # fmt: skip
-    alone = run(Trainer(TrainConfig.load(toml), tmp_path / "one"))
-    pair = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
-    for name in ("tokens", "unique_rows", "trajectories", "step", "learning_rate"):
-        assert [r[name] for r in pair] == [r[name] for r in alone]
-    assert all(r["trained_rows"] >= s["trained_rows"] for r, s in zip(pair, alone, strict=True))
-    assert [r["loss"] for r in pair] == pytest.approx([r["loss"] for r in alone], rel=1e-7)
-    assert [r["grad_norm"] for r in pair] == pytest.approx([r["grad_norm"] for r in alone], rel=1e-6)
 
 
 def test_tree_training_follows_separate_rows(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def train(
         output.complain(str(interrupted))
         raise typer.Exit(130) from None
     finally:
-        trainer.replicas.leave()
+        trainer.close()
     if trainer.replicas.rank == 0:
         output.emit(document, as_json, lambda to: _render(to, document))
 

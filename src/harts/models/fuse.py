@@ -170,11 +170,21 @@ def fuse(model: nn.Module, *, impl: str = "triton") -> nn.Module:
     return model
 
 
-def can_fuse(model: nn.Module) -> bool:
-    """Whether `fuse` takes an attached model as it is now: its family and activation, in bf16 on a CUDA GPU."""
+def can_fuse(model: nn.Module, *, dtype: torch.dtype | None = None) -> bool:
+    """Whether `fuse` takes an attached model: its family and activation, in bf16 on a CUDA GPU.
+
+    Args:
+        model: attached.
+        dtype: that it will compute in; None: as it is now.
+    """
     backbone = find_backbone(model)
     known = bool(backbone.family.fused_classes()) and backbone.config.hidden_act == "silu"
-    return known and compute_device(model).type == "cuda" and compute_dtype(model) == torch.bfloat16 and has_triton()
+    return (
+        known
+        and compute_device(model).type == "cuda"
+        and (dtype or compute_dtype(model)) == torch.bfloat16
+        and has_triton()
+    )
 
 
 def unfuse(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from harts.models.attach import find_backbone
 from harts.models.fuse import can_fuse, fuse
 from harts.models.saved import load_saved
 from harts.train.config import TrainConfig
+from harts.train.sharding import parameter_dtype, split_by_kind
 from harts.trajectory import Trajectory
 
 __all__ = ["make_cost_model", "make_model", "make_optimizer"]
@@ -21,7 +22,7 @@ __all__ = ["make_cost_model", "make_model", "make_optimizer"]
 def make_model(
     config: TrainConfig, trajectories: Sequence[Trajectory], *, vocab_size: int | None
 ) -> tuple[nn.Module, bool]:
-    """The attached model on its device, and whether it is fused.
+    """The attached model on its device, all of it, in the dtype of its parameters, and whether it is fused.
 
     Args:
         config: of the run.
@@ -31,16 +32,17 @@ def make_model(
     Raises:
         ValueError: no such model, a token id outside its vocabulary, or one that cannot be fused and is to be.
     """
-    dtype = getattr(torch, config.dtype)
+    compute = getattr(torch, config.dtype)
+    dtype = parameter_dtype(compute)
     if vocab_size is not None:
         model = tiny_model(config.model, dtype=dtype, seed=config.seed, vocab_size=vocab_size)
     else:
         model = load_saved(config.model, dtype=dtype)
         check_vocabulary(trajectories, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     attach(model.to(config.device)).train()
-    fused = can_fuse(model) if config.fused is None else config.fused
+    fused = can_fuse(model, dtype=compute) if config.fused is None else config.fused
     if fused:
-        if not can_fuse(model):
+        if not can_fuse(model, dtype=compute):
             raise ValueError(
                 f"config, field fused: expected false, or nothing, for {config.model!r} in {config.dtype} on "
                 f"{config.device}; Qwen3.5, Qwen3-Next and Qwen3-MoE run fused, in bfloat16 on a CUDA GPU"
@@ -62,8 +64,8 @@ def make_cost_model(config: TrainConfig, model: nn.Module) -> CostModel:
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW over what the model trains; vectors (norms, biases) do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: Sequence[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)
+    groups: list[dict[str, Any]] = []
+    for ndim, decay in ((True, config.weight_decay), (False, 0.0)):
+        alike = split_by_kind(p for p in trained if (p.ndim >= 2) is ndim)
+        groups += [{"params": params, "weight_decay": decay} for params in alike]
+    return torch.optim.AdamW(groups, lr=config.learning_rate)

@@ -22,6 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from harts.train.sharding import like, put, whole
+
 __all__ = [
     "CheckpointInfo",
     "checked_info",
@@ -72,20 +74,31 @@ def writing(path: Path, out: Path) -> Iterator[None]:
 
 
 def save_checkpoint(
-    out: Path, info: CheckpointInfo, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2
+    out: Path,
+    info: CheckpointInfo,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    keep: int = 2,
+    writes: bool = True,
 ) -> Path:
     """Writes `out/checkpoint-<step>` and removes all but the newest `keep`. Returns its path.
+
+    Where the model is sharded every process calls this, to gather it, and one `writes`.
 
     Raises:
         OSError: it cannot be written; those that were there before are as they were.
     """
+    tensors, moments = _model_tensors(model), _optimizer_tensors(model, optimizer)
     final = out / f"{_PREFIX}{info.step:06d}"
+    if not writes:
+        return final
     partial = out / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     with writing(final, out):
         try:
             partial.mkdir()
-            _write(partial, info, model, optimizer)
+            _write(partial, info, model, tensors, moments)
             _put_in_place(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -95,10 +108,12 @@ def save_checkpoint(
     return final
 
 
-def _write(folder: Path, info: CheckpointInfo, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _write(
+    folder: Path, info: CheckpointInfo, model: nn.Module, tensors: dict[str, Tensor], moments: dict[str, Tensor]
+) -> None:
     # Tensors as they are in memory: mixtures of experts would be split into files of another layout otherwise.
-    model.save_pretrained(folder, save_original_format=False)  # type: ignore[operator]
-    save_file(_optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
+    model.save_pretrained(folder, state_dict=tensors, save_original_format=False)  # type: ignore[operator]
+    save_file(moments, folder / "optimizer.safetensors")
     files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.iterdir())}
     content = {"step": info.step, "config": info.config, "data_hash": info.data_hash, "files": files}
     whole = {**content, "sha256": _digest(content)}
@@ -203,11 +218,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     state = model.state_dict()
     saved = _load_model(path)
     moments = _load_tensors(path / "optimizer.safetensors")
-    tied = {
-        name
-        for name in state
-        if name not in saved and any(state[name].data_ptr() == state[k].data_ptr() for k in saved if k in state)
-    }
+    same = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    there = {same[name] for name in saved if name in same}
+    tied = {name for name in state if name not in saved and same.get(name) in there}
     for name in sorted((saved.keys() ^ state.keys()) - tied):
         side = "the checkpoint" if name in saved else "the model"
         raise ValueError(f"{path}: a checkpoint of another model: parameter {name} is only in {side}")
@@ -217,9 +230,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
                 f"{path}: a checkpoint of another model: parameter {name} is {tensor.dtype} {list(tensor.shape)} there "
                 f"and {state[name].dtype} {list(state[name].shape)} here"
             )
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            state[name].copy_(tensor)
+    for name, tensor in saved.items():
+        put(state[name], tensor)
     _load_optimizer(path / "optimizer.safetensors", moments, model, optimizer)
 
 
@@ -248,7 +260,20 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}{_SEPARATOR}{key}"] = value.contiguous()
+            tensors[f"{name}{_SEPARATOR}{key}"] = whole(value).contiguous()
+    return tensors
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with all of each tensor; tied ones are one tensor still."""
+    same = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    gathered: dict[int, Tensor] = {}
+    tensors = {}
+    for name, value in model.state_dict().items():
+        key = same.get(name, id(value))
+        if key not in gathered:
+            gathered[key] = whole(value)
+        tensors[name] = gathered[key]
     return tensors
 
 
@@ -266,7 +291,7 @@ def _load_optimizer(file: Path, moments: dict[str, Tensor], model: nn.Module, op
     for full_name, value in moments.items():
         name, _, key = full_name.rpartition(_SEPARATOR)
         parameter = parameters[name]
-        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        optimizer.state[parameter][key] = value if key == "step" else like(parameter, value)
 
 
 def _load_tensors(file: Path) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ class TrainConfig:
         rows, format, fields, tokenizer, reasoning, limit: how they are read; see `harts.read`.
         model: a directory with a transformers model, or a preset such as "tiny-qwen3.5" (random weights, its
             vocabulary made of the token ids that occur in the data).
-        dtype: of the parameters and the computation.
+        dtype: of the computation. Parameters, gradients and the optimiser's moments are float32 with "bfloat16".
         loss: see `LossConfig`.
         router: what to ask of the routers of a mixture-of-experts model, see `harts.models.RouterConfig`; or None.
         advantages: "given" takes those of the trajectories, "group" computes them from the rewards of each group

@@ -3,7 +3,6 @@
 Takes some rows of the first step, small enough to run without sharing too.
 """
 
-import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -84,7 +83,9 @@ def first_look(
         tokens=tree.num_tokens,
         unique_rows=tree.num_rows,
         speedup=statistics.median(ratios),
-        logprob_max_abs=_largest_difference(trainer.model, chosen, steps["tree"].microbatches[0].packed),
+        logprob_max_abs=_largest_difference(
+            trainer.model, trainer.plain_copy(), chosen, steps["tree"].microbatches[0].packed
+        ),
     )
 
 
@@ -105,9 +106,11 @@ def _synchronize(packed: PackedTree) -> None:
 
 
 @torch.no_grad()
-def _largest_difference(model: nn.Module, trajectories: list[Trajectory], packed: PackedTree) -> float:
+def _largest_difference(
+    model: nn.Module, plain: nn.Module, trajectories: list[Trajectory], packed: PackedTree
+) -> float:
     ours = packed.split(logprobs(model, packed))
-    plain = detach(copy.deepcopy(model)).eval()
+    plain = detach(plain).eval()
     head = find_backbone(plain).head
     decoder = find_backbone(plain).text
     largest = [0.0]

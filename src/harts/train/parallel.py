@@ -1,4 +1,4 @@
-"""Replicas: each holds the whole model and runs its own microbatches; gradients are summed once a step."""
+"""Replicas: each runs its own microbatches; together they hold one model, whose gradients add up."""
 
 import os
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Replicas"]
 
@@ -49,9 +50,10 @@ class Replicas:
                 dist.broadcast(tensor, src=0)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums `.grad` over the replicas, in buckets of one dtype, in a fixed order."""
+        """Sums `.grad` over the replicas, in buckets of one dtype, in a fixed order; FSDP has summed what it shards."""
         if self.size == 1:
             return
+        parameters = [each for each in parameters if not isinstance(each, DTensor)]
         bucket: list[Tensor] = []
         filled = 0
         for parameter in parameters:

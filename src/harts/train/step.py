@@ -16,6 +16,7 @@ from harts.ops.kernels import Kernels
 from harts.plan import Plan, check_plan, make_plan
 from harts.slots import Microbatch, lay_out
 from harts.train.parallel import Replicas
+from harts.train.sharding import split_by_kind, whole
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
 
@@ -209,10 +210,18 @@ def accumulate(
     return Accumulated(total, router_loss, counts, values)
 
 
+def _total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Of all gradients together, those that are sharded with their parts on all replicas."""
+    norms = [whole(torch.nn.utils.get_total_norm(alike)) for alike in split_by_kind(grads)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
 def update(
     optimizer: torch.optim.Optimizer, replicas: Replicas, *, learning_rate: float, max_grad_norm: float | None
 ) -> float:
-    """Sums gradients over replicas, bounds their norm, steps, clears them. Returns the norm before it was bounded.
+    """Sums gradients over replicas where FSDP has not, bounds their norm, steps, clears them.
+
+    Returns the norm before it was bounded.
 
     Raises:
         ValueError: the gradient is not finite; parameters and optimiser are as before.
@@ -220,11 +229,12 @@ def update(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     replicas.sum_gradients(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
+    norm = _total_norm(grads)
     if not torch.isfinite(norm):
         raise ValueError(f"gradient norm: expected a finite number, got {norm.item()}; nothing was updated")
     if max_grad_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        for alike in split_by_kind(parameters):
+            torch.nn.utils.clip_grads_with_norm_(alike, max_grad_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from harts.cost import count
 from harts.files import write_text
@@ -40,6 +42,7 @@ from harts.train.notices import notices
 from harts.train.parallel import Replicas
 from harts.train.planning import StepPlanner
 from harts.train.resume import check_settings, find_checkpoint
+from harts.train.sharding import cast_all_but_kept, join_alone, parameter_dtype, put, shard, whole
 from harts.train.signals import signals_as_flag
 from harts.train.step import Accumulated, StepPlan, accumulate, count_routes, score, update
 from harts.vocabulary import remap_vocabulary
@@ -86,7 +89,10 @@ class Trainer:
             self.log(f"note: {notice}")
         self.data_hash = data_hash(self.trajectories)
         self.saved_plan = load_plan(config, self.trajectories, replicas=self.replicas.size)
+        self._vocab_size = self._rename_tokens()
         self.model, self.fused = self._make_model()
+        self.reference = self._make_reference()
+        self._shard()
         self.kernels = default_kernels(self.model, deterministic=config.deterministic)
         check_kept(self.kernels, recompute=config.recompute, keep_attention=config.keep_attention)
         self.cost_model = make_cost_model(config, self.model)
@@ -99,8 +105,6 @@ class Trainer:
             saved=self.saved_plan,
             log=log,
         )
-        self.replicas.same_start(self.model)
-        self.reference = self._make_reference()
         self.optimizer = make_optimizer(self.model, config)
         self.step = 0 if checkpoint is None or info is None else self._resume(checkpoint, info)
         self.lock = self._take_folder(checkpoint, resume) if self.replicas.rank == 0 else None
@@ -155,9 +159,9 @@ class Trainer:
         Raises:
             OSError: it cannot be written; checkpoints that were there before are kept.
         """
-        if self.replicas.rank == 0:
-            info = CheckpointInfo(self.step, self.config.to_dict(), self.data_hash)
-            self.log(f"wrote {save_checkpoint(self.out, info, self.model, self.optimizer)}")
+        info = CheckpointInfo(self.step, self.config.to_dict(), self.data_hash)
+        path = save_checkpoint(self.out, info, self.model, self.optimizer, writes=self.replicas.rank == 0)
+        self.log(f"wrote {path}")
         self.replicas.wait()
 
     def plan(self, step: int) -> StepPlan:
@@ -254,20 +258,54 @@ class Trainer:
 
     # -- start --------------------------------------------------------------------------------------------------
 
+    def _rename_tokens(self) -> int | None:
+        """Gives the data the small vocabulary of a preset, and returns its size; None for another model."""
+        if self.config.model not in PRESETS:
+            return None
+        self.trajectories, vocabulary = remap_vocabulary(self.trajectories)
+        self.log(f"{self.config.model}: random weights, vocabulary of the {len(vocabulary):,} token ids in the data")
+        return len(vocabulary)
+
     def _make_model(self) -> tuple[nn.Module, bool]:
-        config, vocab_size = self.config, None
-        if config.model in PRESETS:
-            self.trajectories, vocabulary = remap_vocabulary(self.trajectories)
-            vocab_size = len(vocabulary)
-            self.log(f"{config.model}: random weights, vocabulary of the {vocab_size:,} token ids in the data")
-        return make_model(config, self.trajectories, vocab_size=vocab_size)
+        model, fused = make_model(self.config, self.trajectories, vocab_size=self._vocab_size)
+        self.replicas.same_start(model)
+        return model, fused
 
     def _make_reference(self) -> nn.Module | None:
         """The starting weights, kept to score with, where a KL term needs scores that are not recorded."""
         recorded = all(trajectory.ref_logprobs is not None for trajectory in self.trajectories)
         if "ref_logprobs" not in self.loss.requires or recorded:
             return None
-        return copy.deepcopy(self.model).eval().requires_grad_(False)
+        compute = getattr(torch, self.config.dtype)
+        return cast_all_but_kept(copy.deepcopy(self.model), compute).eval().requires_grad_(False)
+
+    def _shard(self) -> None:
+        """Over processes, and on one where parameters are not of the dtype that is computed in."""
+        config, size, compute = self.config, self.replicas.size, getattr(torch, self.config.dtype)
+        self._joined = False
+        if size == 1 and compute == parameter_dtype(compute):
+            return
+        if size == 1:
+            self._joined = join_alone(config.device)
+        shard(self.model, compute=compute, device=config.device, size=size)
+
+    def plain_copy(self) -> nn.Module:
+        """The model as it is now and computes, on this process alone; every process calls this."""
+        if not isinstance(self.model, FSDPModule):
+            return copy.deepcopy(self.model)
+        model, _ = make_model(self.config, self.trajectories, vocab_size=self._vocab_size)
+        for (_, mine), (_, theirs) in zip(model.named_parameters(), self.model.named_parameters(), strict=True):
+            put(mine, whole(theirs))
+        return cast_all_but_kept(model, getattr(torch, self.config.dtype))
+
+    def close(self) -> None:
+        """Leaves the folder and the other processes; the trainer is of no use any more."""
+        if self.lock is not None:
+            self.lock.release()
+        self.replicas.leave()
+        if self._joined:
+            dist.destroy_process_group()
+            self._joined = False
 
     def _read_checkpoint(self, checkpoint: Path) -> CheckpointInfo:
         """What it says of itself; one process reads all of it to compare checksums."""
