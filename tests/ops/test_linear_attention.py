@@ -162,6 +162,36 @@ def test_strong_decay_stays_finite_and_right(name: str) -> None:
     assert relative(out, scores.unsqueeze(-1) * v) < 1e-6
 
 
+@every_kind
+@pytest.mark.parametrize("most", [1, 3 * 64 * 64 * 8])
+def test_heads_in_groups_give_the_same_and_keep_less(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = importlib.import_module("harts.ops.linear_attention.reference")
+    kind, packed = KINDS[name], pack(PrefixTree.build(AWKWARD["forest"]))
+    inputs = [*kind.rows(packed.num_rows), *kind.shared()]
+    kept: list[int] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept[-1] += x.numel()
+        return x
+
+    def run() -> list[Tensor]:
+        kept.append(0)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = linear_attention(*kind.named(tuple(leaves)), packed, delta=kind.delta)
+        return [out.detach(), *torch.autograd.grad(out, leaves, draw(*out.shape, seed=8))]
+
+    whole = run()
+    monkeypatch.setattr(reference, "_MOST", most)
+    calls: list[int] = []
+    run_heads = reference._run_heads
+    monkeypatch.setattr(reference, "_run_heads", lambda *x: calls.append(x[2].shape[1]) or run_heads(*x))
+    for ours, theirs in zip(run(), whole, strict=True):
+        assert relative(ours, theirs) < 1e-13
+    assert sum(calls) == 2 * GROUPS  # forward, and again in the backward
+    assert kept[1] < 0.5 * kept[0]
+
+
 # -- twins: the same law, broken on purpose ------------------------------------------------------------------------
 
 

@@ -2,17 +2,20 @@
 
 Within a block everything is a product of matrices (UT transform, arXiv:2406.06484, section 3; for decays of channels,
 arXiv:2510.26692, section 3); only the state at block boundaries is sequential, and it follows the tree: the blocks of
-one level run together, each from the end of the block that it continues.
+one level run together, each from the end of the block that it continues. Heads do not see each other: where many blocks
+and heads would need much memory at once, they run in groups, one after the other, forward and backward.
 
 Shape suffixes: T rows, X rows with those replayed from outside, E blocks, G value heads, H key heads, K key size, V
 value size, D decays of a head (1 or K), C 64 rows of a block, S 16 of them, O states from outside, W wanted states.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from harts.blocks import BLOCK
 from harts.layout import PackedTree
@@ -22,6 +25,8 @@ from harts.ops.linear_attention.context import LinearContext
 __all__ = ["linear_attention_reference", "run_blocks", "unit"]
 
 _PART = 16
+_MOST = 2**26
+"""Numbers of the largest tensor at most: products of pairs of rows, or of channels of pairs; there are several."""
 _EPS = 1e-6  # of the normalisation of q and k, as in the published models
 
 
@@ -66,7 +71,50 @@ def run_blocks(
     *,
     delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of the own rows, [T, G, V] in the dtype of q, and the wanted states, [W, G, V, K]."""
+    """Outputs of the own rows, [T, G, V] in the dtype of q, and the wanted states, [W, G, V, K].
+
+    In groups of heads, all that a group computes is computed again in the backward.
+    """
+    groups, repeats = v_XGV.shape[1], v_XGV.shape[1] // q_XHK.shape[1]
+    size = _heads_at_once(groups, repeats, layout, g_XGD.shape[-1])
+    if size == groups:
+        return _run_heads(q_XHK, k_XHK, v_XGV, g_XGD, beta_XG, states_OGVK, layout, delta)
+    parts = []
+    key_parts = [torch.split(x, max(size // repeats, 1), dim=1) for x in (q_XHK, k_XHK)]
+    value_parts = [
+        [None] * (groups // size) if x is None else torch.split(x, size, dim=1)
+        for x in (v_XGV, g_XGD, beta_XG, states_OGVK)
+    ]
+    for index in range(groups // size):
+        keys = index * size // repeats // max(size // repeats, 1)
+        inputs: list[Any] = [*(part[keys] for part in key_parts), *(part[index] for part in value_parts), layout, delta]
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(_run_heads, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(_run_heads(*inputs))
+    outputs, states = zip(*parts, strict=True)
+    return torch.cat(outputs, dim=1), torch.cat(states, dim=1)
+
+
+def _heads_at_once(groups: int, repeats: int, layout: Levels, decays: int) -> int:
+    """Value heads that run together: as many as `_MOST` allows, and groups of them share whole key heads or one."""
+    blocks, rows = layout.row_EK.shape
+    most = max(_MOST // (blocks * rows * (rows if decays == 1 else _PART * decays)), 1)
+    fitting = [size for size in range(1, min(most, groups) + 1) if groups % size == 0]
+    return max(size for size in fitting if size % repeats == 0 or repeats % size == 0)
+
+
+def _run_heads(
+    q_XHK: Tensor,
+    k_XHK: Tensor,
+    v_XGV: Tensor,
+    g_XGD: Tensor,
+    beta_XG: Tensor | None,
+    states_OGVK: Tensor | None,
+    layout: Levels,
+    delta: bool,
+) -> tuple[Tensor, Tensor]:
+    """The same, all heads at once."""
     dtype = torch.promote_types(q_XHK.dtype, torch.float32)
     repeats = v_XGV.shape[1] // q_XHK.shape[1]
     q_EGCK, k_EGCK = (_to_blocks(x.to(dtype), layout).repeat_interleave(repeats, 1) for x in (q_XHK, k_XHK))
