@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,6 +208,36 @@ def test_whole_tiles_of_keys_are_left_out_counted_from_the_root() -> None:
         assert (all_keys - keys) % tile == 0
         assert all_keys - keys == max(all_keys - own + 1 - window, 0) // tile * tile
     assert sum(lengths) < sum(whole)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 0.7}, {"sinks_H": draw(4, seed=4)}], ids=["softcap", "sinks"])
+def test_scores_are_not_kept_for_the_backward(options: dict[str, Any]) -> None:
+    packed = pack(PrefixTree.build(to_trajectories(np.random.default_rng(0), [list(range(700))])))
+    kept: list[int] = []
+
+    def pack_hook(x: Tensor) -> Tensor:
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda x: x):
+        out = attention(*(x.requires_grad_() for x in qkv(700)), packed, scale=0.3, **options)
+    assert max(kept) <= 4 * 700 * 8  # queries; of the scores of 4 heads there are 50 times as many
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_scores_in_bf16_are_as_exact_as_sdpa(softcap: float | None) -> None:
+    """Against fp64: no further off than attention without sinks and caps, which PyTorch accumulates in fp32."""
+    packed = branching()
+    exact = [x.bfloat16().double() for x in qkv(packed.num_rows)]
+    sinks_H = draw(4, seed=4).bfloat16()
+
+    def error(**options: Any) -> float:
+        low = {name: x.bfloat16() if isinstance(x, Tensor) else x for name, x in options.items()}
+        ours = attention(*(x.bfloat16() for x in exact), packed, scale=0.3, **low)
+        return float((ours - attention(*exact, packed, scale=0.3, **options)).norm() / exact[2].norm())
+
+    assert error(sinks_H=sinks_H.double(), softcap=softcap) < 1.1 * error()
 
 
 # -- twins: what must fail ---------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 The queries of a chain are its own rows, the last ones of its path; the keys are the path. Long chains run in tiles of
 queries, so that the corner of the mask that hides everything stays small. With a window, a tile reads only the keys
-that its rows see. Soft-capped scores and sinks, which scaled_dot_product_attention has not, are written out.
+that its rows see. Soft-capped scores and sinks, which scaled_dot_product_attention has not, are in `scores`.
 
 Shape suffixes: T rows, K gathered keys, H query heads, G key heads, D head size, Q queries of a tile.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harts.layout import PackedTree
 from harts.ops.attention.calls import Call, forward_calls, limits, take
+from harts.ops.attention.scores import attend_with_scores, visible_keys
 
 __all__ = ["attention_reference"]
 
@@ -37,17 +37,17 @@ def attention_reference(
     """See `harts.ops.attention`; works in the dtype of the inputs."""
     if context is not None:
         k_TGD, v_TGV = torch.cat([context[0], k_TGD]), torch.cat([context[1], v_TGV])
-    attend = _sdpa if softcap is None and sinks_H is None else partial(_written_out, softcap=softcap, sinks_H=sinks_H)
+    attend = partial(_sdpa, scale=scale)
+    if softcap is not None or sinks_H is not None:
+        attend = partial(attend_with_scores, sinks_H=sinks_H, scale=scale, softcap=softcap)
     out: list[Tensor] = []
     for call in packed.layout(forward_calls, *limits(window)):
         q, k, v = take(q_THD, call.queries), take(k_TGD, call.keys), take(v_TGV, call.keys)
-        out.extend(_call_attention(q, k, v, call, partial(attend, scale=scale)))
+        out.extend(_call_attention(q, k, v, call, attend))
     return torch.cat(out)
 
 
-def _call_attention(
-    q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, attend: Callable[..., Tensor]
-) -> list[Tensor]:
+def _call_attention(q_QHD: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: Call, attend: "partial[Tensor]") -> list[Tensor]:
     """Outputs of the call's chains, tile by tile, in row order."""
     out: list[Tensor] = []
     chains = zip(
@@ -58,48 +58,23 @@ def _call_attention(
     )
     for q, k, v in chains:
         before, window = len(k) - len(q), call.window or len(k)
-        if before == 0 and window >= len(k):
-            out.append(attend(q, k, v, None))
+        if before == 0 and window >= len(k) and attend.func is _sdpa:
+            out.append(attend(q, k, v))
             continue
         for start in range(0, len(q), _TILE):
             stop = min(start + _TILE, len(q))
             keys = slice(max(before + start + 1 - window, 0), before + stop)
-            own = before + start - keys.start  # key of the first query
-            visible = torch.ones(stop - start, own + stop - start, dtype=torch.bool, device=q.device)
-            visible = visible.tril(own).triu(own + 1 - window)
-            out.append(attend(q[start:stop], k[keys], v[keys], visible))
+            out.append(attend(q[start:stop], k[keys], v[keys], before + start - keys.start, window))
     return out
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, scale: float) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, own: int | None = None, window: int | None = None, *, scale: float
+) -> Tensor:
+    """With `visible_keys`, or as many keys as queries, each of which sees those up to its own."""
+    visible = None if own is None or window is None else visible_keys(q, k, own, window)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.squeeze(0).transpose(0, 1)
-
-
-def _written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """The same with all scores: capped, and with a sink as one more key, whose value is zero."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores_HQK = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap is not None:
-        scores_HQK = softcap * torch.tanh(scores_HQK / softcap)
-    if visible is None:
-        visible = torch.ones(scores_HQK.shape[1:], dtype=torch.bool, device=q.device).tril()
-    scores_HQK = scores_HQK.masked_fill(~visible, -torch.inf)
-    if sinks_H is not None:
-        sinks_HQ1 = sinks_H.to(scores_HQK.dtype)[:, None, None].expand(-1, len(q), 1)
-        scores_HQK = torch.cat([scores_HQK, sinks_HQ1], dim=-1)
-    weights_HQK = scores_HQK.softmax(-1)[..., : len(k)]
-    return torch.einsum("hqk,khv->qhv", weights_HQK, v)
