@@ -1,6 +1,6 @@
 """Model FLOPs of trees: what a step asks for, and how much a tree can save at most.
 
-The formulas are in `harts.cost.config`.
+The formulas are in `harts.cost.config` and `harts.cost.mixers`.
 """
 
 from typing import Any

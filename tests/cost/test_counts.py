@@ -100,6 +100,9 @@ def test_a_window_caps_the_pairs() -> None:
         flops(windowed, count(tree))
     with pytest.raises(ValueError, match=r"field window: expected an integer >= 1, got None"):
         Coefficients(window_pairs=1.0)
+    with pytest.raises(ValueError, match="coefficients: expected those of one window, got 9 and 10"):
+        _ = Coefficients(window=9) + Coefficients(window=10)
+    assert Coefficients(rows=1.0) + Coefficients(rows=2.0, window=9) == Coefficients(rows=3.0, window=9)
 
 
 def test_flops_of_a_hybrid_model_by_hand() -> None:

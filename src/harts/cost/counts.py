@@ -253,6 +253,12 @@ class Coefficients:
         """The part of the cost that visible pairs have."""
         return Coefficients(pairs=self.pairs, window_pairs=self.window_pairs, window=self.window).of(counts)
 
+    def __add__(self, other: "Coefficients") -> "Coefficients":
+        if None not in (self.window, other.window) and self.window != other.window:
+            raise ValueError(f"coefficients: expected those of one window, got {self.window} and {other.window}")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _KINDS}
+        return Coefficients(**sums, window=self.window or other.window)
+
     def scaled(self, factor: float) -> "Coefficients":
         """All coefficients times `factor`."""
         return Coefficients(**{name: getattr(self, name) * factor for name in _KINDS}, window=self.window)
