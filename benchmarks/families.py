@@ -20,9 +20,84 @@ from record import provenance
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "families.jsonl"
 BEGIN, END = "<!-- families: python benchmarks/families.py table -->", "<!-- end of families -->"
-HEADER = """| token mixers | router | `model_type` | log-prob, gradient | transformers | on a GPU |
+HEADER = """| token mixers | router | families, and their `model_type` | log-prob, gradient | transformers | on a GPU |
 | --- | --- | --- | --- | --- | --- |
 """
+
+NAMES = {
+    "afmoe": "AFMoE (Trinity)",
+    "arcee": "Arcee",
+    "axk1": "A.X K1",
+    "bamba": "Bamba",
+    "bailing_hybrid": "Ling and Ring hybrids",
+    "cohere": "Command R",
+    "cohere2": "Command R7B",
+    "cwm": "CWM",
+    "deepseek_v2": "DeepSeek V2",
+    "deepseek_v3": "DeepSeek V3",
+    "dots1": "dots.llm1",
+    "ernie4_5": "ERNIE 4.5",
+    "ernie4_5_moe": "ERNIE 4.5 MoE",
+    "exaone4": "EXAONE 4",
+    "exaone_moe": "K-EXAONE",
+    "falcon_h1": "Falcon-H1",
+    "flex_olmo": "FlexOLMo",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "glm": "GLM",
+    "glm4": "GLM-4",
+    "glm4_moe": "GLM-4.5 and 4.6",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "gpt_oss": "gpt-oss",
+    "granite": "Granite",
+    "granite_swa": "Granite SWA",
+    "granitemoe": "Granite MoE",
+    "granitemoe_swa": "Granite MoE SWA",
+    "granitemoehybrid": "Granite 4 hybrid",
+    "granitemoeshared": "Granite MoE, shared",
+    "helium": "Helium",
+    "hunyuan_v1_dense": "Hunyuan",
+    "hunyuan_v1_moe": "Hunyuan MoE",
+    "hy_v3": "Hunyuan 3",
+    "kimi_linear": "Kimi Linear",
+    "laguna": "Laguna",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-MoE",
+    "llama": "Llama",
+    "mellum": "Mellum",
+    "mimo_v2_flash": "MiMo V2 Flash",
+    "minicpm3": "MiniCPM 3",
+    "minimax_m2": "MiniMax-M2",
+    "ministral": "Ministral",
+    "ministral3": "Ministral 3",
+    "mistral": "Mistral",
+    "mistral4": "Mistral 4",
+    "mixtral": "Mixtral",
+    "nanochat": "nanochat",
+    "nemotron_h": "Nemotron-H",
+    "olmo": "OLMo",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmo_hybrid": "OLMo hybrid",
+    "olmoe": "OLMoE",
+    "phi": "Phi-1 and 2",
+    "phi3": "Phi-3 and 4",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_5_moe_text": "Qwen3.5-MoE",
+    "qwen3_5_text": "Qwen3.5",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_next": "Qwen3-Next",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM3",
+    "solar_open": "Solar Open",
+    "starcoder2": "StarCoder2",
+    "vaultgemma": "VaultGemma",
+    "youtu": "Youtu",
+}
+"""By `model_type`; others are named by it."""
 
 Line = dict[str, Any]
 
@@ -58,7 +133,7 @@ def version_of(line: Line) -> list[int]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """One row for families that are alike; models that failed are no part of it."""
+    """One row for families that are alike; a model that failed is no part of it."""
     rows: dict[tuple[str, str, str], list[Line]] = {}
     for line in lines:
         family = line["family"]
@@ -69,12 +144,17 @@ def table(lines: Sequence[Line]) -> str:
         passed = [line for line in members if line["ok"]]
         if not passed:
             continue
-        types = ", ".join(sorted({f"`{line['family']['model_type']}`" for line in passed}))
+        types = ", ".join(sorted({_named(line["family"]["model_type"]) for line in passed}, key=str.lower))
         errors = [f"{max(line[name] for line in passed):.0e}" for name in ("logprob_max_abs", "grad_max_rel")]
         versions = sorted({tuple(version_of(line)) for line in passed})
         tested = ", ".join(".".join(map(str, version)) for version in versions)
         text += f"| {mixers} | {router} | {types} | {', '.join(errors)} | {tested} | {gpu} |\n"
     return HEADER + text
+
+
+def _named(model_type: str) -> str:
+    name = NAMES.get(model_type, "")
+    return f"{name} `{model_type}`".strip()
 
 
 def _on_gpu(family: dict[str, Any]) -> str:
