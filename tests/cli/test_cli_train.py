@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 
 import harts
 from harts.cli import app
+from harts.losses import LossConfig
+from harts.models import RouterConfig
 from harts.testing.trees import random_trajectories
+from harts.train import TrainConfig
 
 
 @pytest.fixture
@@ -108,3 +111,46 @@ def test_plan_and_calibrate_feed_train(toml: Path) -> None:
         "train", toml, "--out", toml.parent / "other", "--cost-model", cost, "--json", "--data", plan.parent / "x"
     )
     assert other.exit_code == 2
+
+
+def test_every_setting_has_an_option_and_the_printed_config_is_the_run(toml: Path) -> None:
+    words = ["--learning-rate", "1e-6", "--loss.algorithm", "grpo", "--loss.kl-coef=0.1", "--recompute", "false"]
+    words += ["--max-grad-norm", "none", "--fused", "false", "--limit", 4, "--router.scope", "step"]
+    result = call("train", *words, toml, "--print-config")
+    assert result.exit_code == 0, result.stderr
+    (toml.parent / "printed.toml").write_text(result.stdout)
+    printed = TrainConfig.load(toml.parent / "printed.toml")
+    assert (printed.learning_rate, printed.recompute, printed.max_grad_norm, printed.limit) == (1e-6, False, 1.0, 4)
+    assert printed.loss == LossConfig(algorithm="grpo", kl_coef=0.1)
+    assert printed.router == RouterConfig(scope="step")
+    assert printed.fused is False
+    given = {"learning_rate": 1e-6, "loss.algorithm": "grpo", "loss.kl_coef": 0.1, "recompute": False}
+    given |= {"max_grad_norm": None, "fused": False, "limit": 4, "router.scope": "step"}
+    assert dataclasses.replace(printed, max_grad_norm=None) == TrainConfig.load(toml, given)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr", "1e-6"], "unknown field lr; what others call lr is close to learning_rate here"),
+        (["--batch-size", 8], "unknown field batch_size; what others call batch_size is close to groups_per_step here"),
+        (["--beta", 0.1], "close to kl_coef in [loss] here"),
+        (["--steps", "many"], "field steps: expected int, got 'many'"),
+        (["--recompute", "maybe"], "field recompute: expected bool, got 'maybe'"),
+        (["--schedule", "wsd"], "field decay_steps: expected 1 to 2 with the schedule 'wsd', got 0"),
+        (["--decay-steps", 1], "field decay_steps: expected 0, as only the schedule 'wsd' uses it, got 1"),
+        (["--min-learning-rate", 1], "field min_learning_rate: expected 0 to learning_rate, got 1.0"),
+        (["--beta2", 1], "field beta2: expected a number in [0, 1), got 1.0"),
+        (["--learning-rat", 1], "--learning-rate"),
+        ([], "pass --out DIR"),
+    ],
+)
+def test_bad_options_name_what_was_meant(toml: Path, words: list[object], message: str) -> None:
+    result = call("train", toml, *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_names_in_the_wrong_table_are_placed(toml: Path) -> None:
+    toml.write_text("data = 'data.jsonl'\nkl_coef = 0.1\n")
+    assert "unknown field kl_coef; did you mean kl_coef in [loss]?" in call("train", toml).stderr

@@ -1,6 +1,8 @@
 """harts train: a TOML file and an output folder in, a trained model out."""
 
 import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from harts.cli import options, output
-from harts.train import Interrupted, TrainConfig, Trainer
+from harts.train import Interrupted, TrainConfig, Trainer, fields
+from harts.train.config import TABLES
 from harts.train.firstlook import FirstLook, first_look
 
 __all__ = ["train"]
@@ -23,27 +26,30 @@ _LINE = (
 
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file with the settings, see examples/.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for metrics, config and checkpoints.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for metrics, config and checkpoints.", show_default=False)
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
-    data: Annotated[Path | None, typer.Option(help="Trajectories, instead of the file's.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of the file's.")] = None,
-    token_budget: Annotated[int | None, typer.Option(min=1, help="Rows of a microbatch at most.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="Plan of harts plan -o to follow in every step.")] = None,
-    cost_model: Annotated[Path | None, typer.Option(help="Cost model of harts calibrate to plan with.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     look: Annotated[bool, typer.Option("--look/--no-look", help="Measure speed-up and agreement first.")] = True,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings as a TOML file, and do nothing.")
+    ] = False,
     as_json: options.Json = False,
+    **changes: str | None,
 ) -> None:
     """Train a model on trajectories that share history; every distinct token runs once.
 
+    Every setting of the file has an option, those of its tables with a dot: --learning-rate 1e-6 --loss.kl-coef 0.1.
     Interrupt it at any time: the step in hand is finished, a checkpoint written, and --resume goes on exactly there.
     """
     logging.set_verbosity_error()  # transformers warns of slow fall-backs that HARTS does not use
     logging.disable_progress_bar()
-    paths = {"data": data, "plan": plan, "cost_model": cost_model}
-    numbers = {"steps": steps, "token_budget": token_budget, "device": device}
-    changes = {**{name: None if path is None else str(path) for name, path in paths.items()}, **numbers}
-    settings = TrainConfig.load(config, {name: value for name, value in changes.items() if value is not None})
+    settings = TrainConfig.load(config, _changes(changes))
+    if print_config:
+        typer.echo(fields.to_toml(settings.to_dict()), nl=False)
+        return
+    if out is None:
+        raise ValueError("harts train: expected a folder for what the run writes, got none; pass --out DIR")
     console = output.PlainConsole(stderr=True, soft_wrap=True)
     trainer = Trainer(settings, out, resume=resume, log=lambda line: console.print(line, highlight=False))
     try:
@@ -55,6 +61,48 @@ def train(
         trainer.close()
     if trainer.replicas.rank == 0:
         output.emit(document, as_json, lambda to: _render(to, document))
+
+
+_SETTINGS = fields.fields_of(TrainConfig, TABLES)
+_TABLE = "__"  # stands for the dot in names of parameters
+_HELP = {
+    "data": "Trajectories.",
+    "steps": "Optimiser steps.",
+    "token_budget": "Rows of a microbatch at most.",
+    "plan": "Plan of harts plan -o to follow in every step.",
+    "cost_model": "Cost model of harts calibrate to plan with.",
+    "device": "cpu, cuda, ...",
+}
+
+
+def _changes(given: Mapping[str, str | None]) -> dict[str, Any]:
+    """Settings that were given as options, by name; names that others use go through, to be refused by the config."""
+    named = {name.replace(_TABLE, "."): text for name, text in given.items() if text is not None}
+    return {name: fields.parse(text, _SETTINGS[name]) if name in _SETTINGS else text for name, text in named.items()}
+
+
+def _with_settings(function: Callable[..., None]) -> None:
+    """Gives the function a parameter for each setting; typer makes options of them."""
+    signature = inspect.signature(function)
+    fixed = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
+    made = []
+    for name in [*_SETTINGS, *fields.SYNONYMS]:
+        known = name in _SETTINGS
+        option = typer.Option(
+            "--" + name.replace("_", "-"),
+            help=_HELP.get(name, ""),
+            metavar=fields.describe(_SETTINGS[name]) if known else None,
+            hidden=not known,
+            show_default=False,
+            rich_help_panel="Settings, instead of the file's",
+        )
+        annotation = Annotated[str | None, option]
+        key = name.replace(".", _TABLE)
+        made.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    function.__signature__ = signature.replace(parameters=[*fixed, *made])  # type: ignore[attr-defined]
+
+
+_with_settings(train)
 
 
 def _run(trainer: Trainer, console: Console, look: bool) -> dict[str, Any]:

@@ -68,4 +68,5 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     for ndim, decay in ((True, config.weight_decay), (False, 0.0)):
         alike = split_by_kind(p for p in trained if (p.ndim >= 2) is ndim)
         groups += [{"params": params, "weight_decay": decay} for params in alike]
-    return torch.optim.AdamW(groups, lr=config.learning_rate)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)

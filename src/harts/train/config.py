@@ -1,7 +1,6 @@
 """Settings of a training run: few, flat, frozen, checked."""
 
 import dataclasses
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping
@@ -13,13 +12,18 @@ from harts.formats.chat import Reasoning, Rows
 from harts.formats.reading import Format
 from harts.losses import LossConfig, Scale, Singletons
 from harts.models import RouterConfig
+from harts.train.fields import check_names, nested
 from harts.tree import Share
 
-__all__ = ["TrainConfig"]
+__all__ = ["TABLES", "TrainConfig"]
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-Schedule = Literal["constant", "linear", "cosine"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
 Advantages = Literal["given", "group"]
+
+
+TABLES: Mapping[str, type] = {"loss": LossConfig, "router": RouterConfig}
+"""Settings that have settings of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,9 @@ class TrainConfig:
         fused: whether norms, MLPs, gates and experts run as few kernels (`harts.models.fuse`); left out: where the
             model can be fused, in bf16 on a CUDA GPU.
         deterministic: whether gradients have the same bits in every run on a GPU; see `harts.ops.kernels.Kernels`.
-        learning_rate, schedule, warmup_steps: linear warm-up, then constant, or down to 0 linearly or as a cosine.
+        learning_rate, schedule, warmup_steps, decay_steps, min_learning_rate: linear warm-up, then "constant", or down
+            to `min_learning_rate`, "linear" or as a "cosine", or ("wsd") linear in the last `decay_steps` alone.
+        beta1, beta2, epsilon: of AdamW.
         weight_decay: of matrices; vectors (norms, biases) have none.
         max_grad_norm: the gradient is scaled down to this norm; None: not.
         seed: of the order of groups and of a preset's weights.
@@ -87,6 +93,11 @@ class TrainConfig:
     learning_rate: float = 1e-3
     schedule: Schedule = "constant"
     warmup_steps: int = 0
+    decay_steps: int = 0
+    min_learning_rate: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     seed: int = 0
@@ -103,6 +114,14 @@ class TrainConfig:
         self._check("learning_rate", 0 < self.learning_rate < math.inf, "a finite number > 0")
         self._check("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number >= 0")
         self._check("warmup_steps", 0 <= self.warmup_steps < self.steps, f"0 to {self.steps - 1}, below steps")
+        room = self.steps - self.warmup_steps
+        wsd = self.schedule == "wsd"
+        self._check("decay_steps", wsd or self.decay_steps == 0, "0, as only the schedule 'wsd' uses it")
+        self._check("decay_steps", not wsd or 1 <= self.decay_steps <= room, f"1 to {room} with the schedule 'wsd'")
+        self._check("min_learning_rate", 0 <= self.min_learning_rate <= self.learning_rate, "0 to learning_rate")
+        self._check("beta1", 0 <= self.beta1 < 1, "a number in [0, 1)")
+        self._check("beta2", 0 <= self.beta2 < 1, "a number in [0, 1)")
+        self._check("epsilon", 0 < self.epsilon < math.inf, "a finite number > 0")
         self._check("keep_attention", self.recompute or not self.keep_attention, "false, as nothing is recomputed")
         norm = self.max_grad_norm
         self._check("max_grad_norm", norm is None or 0 < norm < math.inf, "a finite number > 0, or left out")
@@ -113,7 +132,7 @@ class TrainConfig:
 
         Args:
             path: the file. Its `[loss]` table holds the fields of `LossConfig`, `[router]` those of `RouterConfig`.
-            changes: fields that override the file's.
+            changes: fields that override the file's, those of tables as "loss.algorithm".
 
         Raises:
             ValueError: unknown field (with the closest known one), wrong type or value.
@@ -129,19 +148,19 @@ class TrainConfig:
             beside = path.parent / str(values.get(name, ""))
             if isinstance(values.get(name), str) and (name in ("data", "cost_model", "plan") or beside.is_dir()):
                 values[name] = str(beside)
-        return cls.from_dict({**values, **(changes or {})}, where=str(path))
+        return cls.from_dict(nested(values, changes or {}), where=str(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> "TrainConfig":
         """From plain values, the loss as a nested mapping; the inverse of `to_dict`."""
         values = dict(values)
-        _check_names(values, cls, where)
+        check_names(values, cls, TABLES, where)
         if "data" not in values:
             raise ValueError(f"{where}: field data is missing; name the file with the trajectories")
-        for name, kind in (("loss", LossConfig), ("router", RouterConfig)):
+        for name, kind in TABLES.items():
             table = values.get(name)
             if isinstance(table, Mapping):
-                _check_names(table, kind, f"{where}, [{name}]")
+                check_names(table, kind, TABLES, where, name)
                 if name == "router" and "scope" not in table:
                     raise ValueError(f"{where}, [router]: field scope is missing; choose one, see docs/moe.md")
                 values[name] = kind(**table)
@@ -156,11 +175,13 @@ class TrainConfig:
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         left = 1 - (step - self.warmup_steps) / (self.steps - self.warmup_steps)
-        if self.schedule == "linear":
-            return self.learning_rate * left
+        if self.schedule == "wsd":
+            left = min(1, (self.steps - step) / self.decay_steps)
         if self.schedule == "cosine":
-            return self.learning_rate * (1 - math.cos(math.pi * left)) / 2
-        return self.learning_rate
+            left = (1 - math.cos(math.pi * left)) / 2
+        if self.schedule == "constant":
+            left = 1
+        return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * left
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -178,12 +199,3 @@ class TrainConfig:
         elif type(value) not in kinds:
             expected = " or ".join(getattr(k, "__name__", str(k)).replace("NoneType", "nothing") for k in kinds)
             self._check(name, False, expected)
-
-
-def _check_names(values: Mapping[str, Any], kind: type, where: str) -> None:
-    known = [entry.name for entry in dataclasses.fields(kind)]
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ValueError(f"{where}: unknown field {name}; {hint}")
