@@ -1,5 +1,6 @@
 """Damaged checkpoints are refused by the file's name, failed writes say what is kept."""
 
+import dataclasses
 import json
 import re
 import resource
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import harts
 from harts.losses import LossConfig
+from harts.models import tiny_model
 from harts.testing.workloads import workload
 from harts.train import TrainConfig, Trainer
 from harts.train.checkpoint import checked_info, load_checkpoint
@@ -182,3 +184,20 @@ def test_a_file_in_place_of_the_folder_is_refused_first(settings: TrainConfig, t
     with pytest.raises(ValueError, match=r"data.jsonl: expected a folder, got a file"):
         Trainer(settings, settings.data, log=said.append)
     assert said == []
+
+
+def test_a_checkpoint_brings_tokenizer_and_chat_template(settings: TrainConfig, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    tiny_model("tiny-llama", vocab_size=100_000).save_pretrained(source)  # type: ignore[operator]
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"]
+    for name in [*names, "README.md", "optimizer.bin"]:
+        (source / name).write_text(name)
+    train(dataclasses.replace(settings, model=str(source), steps=1, groups_per_step=1), tmp_path / "run")
+    path = tmp_path / "run/checkpoint-000001"
+    for name in names:
+        assert (path / name).read_text() == name
+    assert not (path / "README.md").exists()
+    assert not (path / "optimizer.bin").exists()
+    flip(path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer.json: expected the bytes that were written"):
+        checked_info(path)

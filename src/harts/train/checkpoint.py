@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from harts.train.sharding import like, put, whole
+from harts.train.sharding import gather, like, put
 
 __all__ = [
     "CheckpointInfo",
@@ -38,6 +38,10 @@ __all__ = [
 _PREFIX = "checkpoint-"
 _SEPARATOR = "|"
 _INFO = "trainer.json"
+_TOKENIZER = (  # what a tokenizer, its chat template and generation of transformers lie in
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,17 @@ def save_checkpoint(
     *,
     keep: int = 2,
     writes: bool = True,
+    source: Path | None = None,
 ) -> Path:
     """Writes `out/checkpoint-<step>` and removes all but the newest `keep`. Returns its path.
 
-    Where the model is sharded every process calls this, to gather it, and one `writes`.
+    Where the model is sharded every process calls this, to gather it, and one `writes`. Tokenizer and chat template are
+    copied from the folder `source` that the model was read from.
 
     Raises:
         OSError: it cannot be written; those that were there before are as they were.
     """
-    tensors, moments = _model_tensors(model), _optimizer_tensors(model, optimizer)
+    tensors, moments = _model_tensors(model, writes), _optimizer_tensors(model, optimizer, writes)
     final = out / f"{_PREFIX}{info.step:06d}"
     if not writes:
         return final
@@ -98,7 +104,7 @@ def save_checkpoint(
     with writing(final, out):
         try:
             partial.mkdir()
-            _write(partial, info, model, tensors, moments)
+            _write(partial, info, model, tensors, moments, source)
             _put_in_place(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -109,11 +115,19 @@ def save_checkpoint(
 
 
 def _write(
-    folder: Path, info: CheckpointInfo, model: nn.Module, tensors: dict[str, Tensor], moments: dict[str, Tensor]
+    folder: Path,
+    info: CheckpointInfo,
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    moments: dict[str, Tensor],
+    source: Path | None,
 ) -> None:
     # Tensors as they are in memory: mixtures of experts would be split into files of another layout otherwise.
     model.save_pretrained(folder, state_dict=tensors, save_original_format=False)  # type: ignore[operator]
     save_file(moments, folder / "optimizer.safetensors")
+    for path in [] if source is None else sorted(source.iterdir()):
+        if any(path.match(pattern) for pattern in _TOKENIZER) and path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
     files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.iterdir())}
     content = {"step": info.step, "config": info.config, "data_hash": info.data_hash, "files": files}
     whole = {**content, "sha256": _digest(content)}
@@ -256,25 +270,25 @@ def _load_model(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Tensor]:
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}{_SEPARATOR}{key}"] = whole(value).contiguous()
-    return tensors
+            tensors[f"{name}{_SEPARATOR}{key}"] = gather(value, keep=keep).contiguous()
+    return tensors if keep else {}
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with all of each tensor; tied ones are one tensor still."""
+def _model_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """The state dict with all of each tensor, empty unless kept; tied ones are one tensor still."""
     same = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     gathered: dict[int, Tensor] = {}
     tensors = {}
     for name, value in model.state_dict().items():
         key = same.get(name, id(value))
         if key not in gathered:
-            gathered[key] = whole(value)
+            gathered[key] = gather(value, keep=keep)
         tensors[name] = gathered[key]
-    return tensors
+    return tensors if keep else {}
 
 
 def _load_optimizer(file: Path, moments: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

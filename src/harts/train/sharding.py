@@ -18,6 +18,7 @@ from harts.models.attach import find_backbone
 
 __all__ = [
     "cast_all_but_kept",
+    "gather",
     "join_alone",
     "kept_in_fp32",
     "like",
@@ -96,6 +97,14 @@ def shard(model: nn.Module, *, compute: torch.dtype, device: str, size: int) -> 
 def whole(value: Tensor) -> Tensor:
     """All of a tensor that may be sharded; every process calls this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def gather(value: Tensor, *, keep: bool) -> Tensor:
+    """All of a tensor that may be sharded, in the CPU's memory then; empty unless kept. Every process calls this."""
+    if not isinstance(value, DTensor):
+        return value
+    full = value.full_tensor()
+    return full.cpu() if keep else full.new_empty(0)
 
 
 @torch.no_grad()

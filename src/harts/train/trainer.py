@@ -160,7 +160,9 @@ class Trainer:
             OSError: it cannot be written; checkpoints that were there before are kept.
         """
         info = CheckpointInfo(self.step, self.config.to_dict(), self.data_hash)
-        path = save_checkpoint(self.out, info, self.model, self.optimizer, writes=self.replicas.rank == 0)
+        source = None if self.config.model in PRESETS else Path(self.config.model)
+        writes = self.replicas.rank == 0
+        path = save_checkpoint(self.out, info, self.model, self.optimizer, writes=writes, source=source)
         self.log(f"wrote {path}")
         self.replicas.wait()
 
