@@ -195,3 +195,20 @@ def test_where_merging_merges_nothing_merged_rows_are_rows(
     start = dataclasses.replace(whole, token_ids=whole.token_ids[:-1], loss_mask=whole.loss_mask[:-1], advantages=None)
     nested = [*trajectories[:2], start]
     assert measure(model, nested, Setting(token_budget=900), turns=1).speedup("merged") is None
+
+
+def test_arms_within_a_memory(model: torch.nn.Module, trajectories: list[Trajectory]) -> None:
+    whole = measure(model, trajectories, Setting(token_budget=2_000), turns=1, clock="cpu")
+    measured = measure(model, trajectories, Setting(token_budget=1, memory="16MiB"), turns=1, clock="cpu")
+    rows, tree = measured.arms["rows"], measured.arms["tree"]
+    assert tree.logprob_max_abs < 1e-12
+    for arm in (rows, tree):
+        assert arm.chosen is not None
+        assert arm.chosen.predicted_bytes <= 16 * 2**20
+        assert arm.microbatches == arm.chosen.pieces > 1
+    assert measured.flop_limit == whole.flop_limit
+    assert tree.flops == whole.arms["tree"].flops
+    with pytest.raises(ValueError, match="arms: expected some of rows, merged, tree within a memory, got plain"):
+        measure(model, trajectories, Setting(token_budget=1, memory="16MiB"), arms=("plain",))
+    with pytest.raises(ValueError, match="memory: expected at least"):
+        measure(model, trajectories, Setting(token_budget=1, memory="1MiB"), turns=1)

@@ -43,6 +43,7 @@ def bench(
     gradients: bench_options.Gradients = False,
     scale: bench_options.Scale = None,
     token_budget: bench_options.TokenBudget = None,
+    memory: bench_options.MemoryLimit = None,
     clock: bench_options.ClockChoice = "wall",
     recompute: bench_options.Recompute = None,
     keep_attention: bench_options.KeepAttention = False,
@@ -66,20 +67,20 @@ def bench(
 ) -> None:
     """Time forward and backward on a tree and on packed separate rows, through the same ops.
 
-    Efficiency is speed-up over FLOP limit, which leaves replayed rows out. The tree's time includes build, plan and
-    layout, that of separate rows does not. Presets have a hidden size of 256; qwen3.5-4b, qwen3.5-35b-a3b are shapes.
+    Efficiency: speed-up over FLOP limit. Build, plan and layout are in the tree's time. Presets have hidden size 256.
     """
     on_cpu = _on_cpu(device, needs_gpu={"profile": profile is not None, "fuse": bool(fuse)})
     scale = scale if scale is not None else (0.1 if on_cpu and not data else 1.0)
     reading = {"rows": rows, "fmt": fmt, "fields": fields, "tokenizer": tokenizer, "limit": limit}
     batches = [_own(data, scale, **reading)] if data else _named(workloads, scale, seed, data_dir, on_cpu)
-    _check_budget(batches, token_budget or (CPU_BUDGET if on_cpu else None))
+    _check_budget(batches, token_budget or (CPU_BUDGET if on_cpu and memory is None else None))
     job = Job(
         arms=_parse_arms(arms),
         times={"turns": turns, "once_above": once_above, "clock": clock},
         gradients=gradients,
         wishes=Wishes(
             token_budget=token_budget,
+            memory=memory,
             recompute=recompute,
             keep_attention=keep_attention,
             fuse=fuse,
@@ -90,12 +91,12 @@ def bench(
         profile=profile,
     )
     models = Models(model, layers, dtype or ("float32" if on_cpu else "bfloat16"), device)
+    _run(job, batches, models, Records(out), seconds, as_json)
+
+
+def _run(job: Job, batches: Sequence[Batch], models: Models, records: Records, seconds: float, as_json: bool) -> None:
     with output.watch("bench") as tell:
-        document = job.run(batches, models, Records(out), seconds, tell)
-    _emit(document, as_json)
-
-
-def _emit(document: dict[str, Any], as_json: bool) -> None:
+        document = job.run(batches, models, records, seconds, tell)
     output.emit(document, as_json, lambda console: render(console, document))
     if not document["ok"]:
         raise typer.Exit(1)

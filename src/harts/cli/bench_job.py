@@ -72,6 +72,8 @@ class Job:
             check_target(self.profile)
             if self.gradients:
                 raise ValueError("profile: expected times, whose calls it looks into, got --gradients; leave one out")
+        if self.wishes.memory is not None and (self.gradients or self.profile is not None):
+            raise ValueError("memory: expected times of arms, got --gradients or --profile; leave one of the two out")
         stop = time.monotonic() + seconds
         machine = environment()
         on_cpu = to_device(self.about["device"]).type == "cpu"
@@ -116,6 +118,7 @@ class Job:
             "dtype": models.dtype,
             "vocabulary": vocabulary_of(model),
             "token_budget": setting.token_budget,
+            "memory": setting.memory,
             "recompute": setting.recompute,
             "keep_attention": setting.keep_attention,
             "fused": setting.fused,

@@ -18,6 +18,7 @@ __all__ = [
     "Gradients",
     "KeepAttention",
     "Layers",
+    "MemoryLimit",
     "OnceAbove",
     "Out",
     "Profile",
@@ -39,6 +40,14 @@ Scale = Annotated[
 TokenBudget = Annotated[
     int | None,
     typer.Option(min=1, help="Most rows of a microbatch, in every arm; 8192, on a GPU the tree's.", show_default=False),
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="60GiB, auto: each arm in one call at its best within it, in pieces, recomputed or not.",
+        show_default=False,
+    ),
 ]
 Turns = Annotated[int, typer.Option(min=1, help="How often each arm is timed, in turn.")]
 Arms = Annotated[str, typer.Option(help="Commas between: rows, merged, tree, shuffled, plain (no HARTS).")]

@@ -1,5 +1,6 @@
 """What `harts bench` reports of a measurement, keeps in a file and shows as tables."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,6 +127,7 @@ def _arm(each: ArmResult, agrees: bool, header: Mapping[str, Any]) -> Record:
         "recomputed_rows": each.recomputed_rows,
         "replayed_rows": each.replayed_rows,
         "peak_gib": None if each.peak_bytes is None else each.peak_bytes / 2**30,
+        **({} if each.chosen is None else {"chosen": dataclasses.asdict(each.chosen)}),
     }
 
 
@@ -151,10 +153,12 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
 
 def _title(each: Mapping[str, Any]) -> str:
     machine = "CPU" if each["device"].startswith("cpu") else each["machine"]["gpu"]
+    setting = f"at most {each['token_budget']:,} rows a microbatch, activations {_recomputed(each)}"
+    if each.get("memory") is not None:
+        setting = f"each arm at its best within {each['memory']}, in pieces"
     return (
         f"{each['model']}, {each['layers']} layers, {each['dtype']} on {machine}, lengths x "
-        f"{each['scale']:g}, at most {each['token_budget']:,} rows a microbatch, activations "
-        f"{_recomputed(each)}, medians of up to {each['turns']} alternating turns, "
+        f"{each['scale']:g}, {setting}, medians of up to {each['turns']} alternating turns, "
         f"{each['clock']} time"
     )
 
@@ -169,6 +173,14 @@ def _name(each: Mapping[str, Any]) -> str:
     return ":".join([each["workload"], *(f"{size}={value}" for size, value in each["sizes"].items())])
 
 
+def _runs_twice(found: Mapping[str, Any]) -> int:
+    """Rows whose forward runs twice: of cut trees, of pieces that are not kept, of layers that recompute."""
+    chosen = found.get("chosen")
+    if chosen is None:
+        return int(found["recomputed_rows"])
+    return int(chosen["rows_again"] + chosen["recompute"] * found["rows"])
+
+
 def _arms_table(title: str, group: list[Mapping[str, Any]]) -> Any:
     columns = ("s", "TFLOP/s", "rows/s", "peak GiB", "rows", "replayed", "recomputed", "microbatches")
     made = output.table(title, "workload", "arm", *columns, "log-prob", "same bits", left=2)
@@ -181,7 +193,9 @@ def _arms_table(title: str, group: list[Mapping[str, Any]]) -> Any:
                 output.number(found["tflops_per_s"], 3),
                 output.number(None if found["rows_per_s"] is None else round(found["rows_per_s"])),
                 output.number(found["peak_gib"], 1),
-                *(output.number(found[key]) for key in ("rows", "replayed_rows", "recomputed_rows", "microbatches")),
+                *(output.number(found[key]) for key in ("rows", "replayed_rows")),
+                output.number(_runs_twice(found)),
+                output.number(found["microbatches"]),
                 output.number(found["logprob_max_abs"]),
                 f"{found['bitwise_equal']:.2%}",
             )

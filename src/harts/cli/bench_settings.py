@@ -25,11 +25,12 @@ class Wishes:
     """Options of the command, where None leaves the choice to `setting`.
 
     Attributes:
-        token_budget, recompute, keep_attention, fuse, deterministic: see `harts.cli.bench_options`.
+        token_budget, memory, recompute, keep_attention, fuse, deterministic: see `harts.cli.bench_options`.
         cost_model: a file.
     """
 
     token_budget: int | None
+    memory: str | None
     recompute: bool | None
     keep_attention: bool
     fuse: bool | None
@@ -42,6 +43,11 @@ class Wishes:
         Raises:
             ValueError: a wish does not fit the model, or the cost model is of another.
         """
+        if self.memory is not None and (self.token_budget or self.recompute is not None or self.keep_attention):
+            raise ValueError(
+                "memory: expected no token_budget, recompute or keep_attention beside it, as it chooses pieces and "
+                "recomputation for each arm; leave them out"
+            )
         longest = max(map(len, trajectories))
         whole = max(count(PrefixTree.build(trajectories)).linear_rows, longest, _GPU_BUDGET)
         price = None
@@ -49,6 +55,8 @@ class Wishes:
             price = CostModel.load(self.cost_model, model=model_identity(find_backbone(model).config))
         kernels = default_kernels(model, deterministic=self.deterministic)
         recompute = not on_cpu if self.recompute is None else self.recompute
+        if self.memory is not None:
+            recompute = False  # where an arm does, its FLOPs are still those of the model
         check_kept(kernels, recompute=recompute, keep_attention=self.keep_attention)
         return Setting(
             token_budget=self.token_budget or (CPU_BUDGET if on_cpu else whole),
@@ -57,4 +65,5 @@ class Wishes:
             recompute=recompute,
             keep_attention=self.keep_attention,
             cost_model=price,
+            memory=self.memory,
         )

@@ -31,6 +31,13 @@ WORKLOADS = (
 _CATERPILLAR = 64
 """Trajectories of the awkward caterpillar that are run: all 1,000 would be half a million tokens one by one."""
 
+PieceRows = Annotated[
+    int | None, typer.Option(min=1, help="Run trees in pieces of at most so many rows.", show_default=False)
+]
+PieceMemory = Annotated[
+    str | None, typer.Option(help="Run trees in the pieces that fit: 60GiB, auto.", show_default=False)
+]
+
 Batches = list[tuple[str, Sequence[Trajectory]]]
 
 
@@ -45,6 +52,8 @@ def check(
     ] = WORKLOADS,
     scale: Annotated[float, typer.Option(help="Factor on the lengths of the workloads, above 0, at most 1.")] = 0.02,
     trees: Annotated[bool, typer.Option(help="Without DATA: awkward and random trees too.")] = True,
+    token_budget: PieceRows = None,
+    memory: PieceMemory = None,
     seed: Annotated[int, typer.Option(help="Of synthetic workloads, random trees and loss weights.")] = 0,
     rows: options.Rows = "trajectory",
     fmt: options.Format = "auto",
@@ -83,11 +92,12 @@ def check(
                 tested = load_model(model, dtype=to_dtype(dtype), device=device, vocab_size=vocabulary)
             else:
                 tested = load_model(model, dtype=to_dtype(dtype), device=device)
-            compared.append((name, compare(tested, trajectories, seed=seed)))
+            compared.append((name, compare(tested, trajectories, seed=seed, token_budget=token_budget, memory=memory)))
             facts = family_facts(find_backbone(tested).config)
             if dtype != "float64" and has_routers(tested):
                 routed.append(route_stability(attach(tested), trajectories))
-    document = _document(model, dtype, compared, facts) | _routes(routed) | {"left_out": left_out}
+    document = _document(model, dtype, compared, facts) | {"token_budget": token_budget, "memory": memory}
+    document |= _routes(routed) | {"left_out": left_out}
     output.emit(document, as_json, lambda console: _render(console, document, compared))
     if not document["ok"]:
         raise typer.Exit(1)
@@ -152,6 +162,12 @@ def _routes(routed: Sequence[RouteStability]) -> dict[str, float]:
     return {name: value / total for name, value in sums.items() if total}
 
 
+def _pieces(document: dict[str, Any]) -> str:
+    limits = [f"{document['token_budget']:,} rows"] if document["token_budget"] else []
+    limits += [str(document["memory"])] if document["memory"] else []
+    return f" in pieces of at most {' and '.join(limits)}" if limits else ""
+
+
 def _largest(values: Sequence[float]) -> float:
     """The largest, or NaN if there is one."""
     return float(np.max(values))
@@ -162,7 +178,8 @@ def _render(console: Console, document: dict[str, Any], compared: Sequence[tuple
     exact = document["dtype"] == "float64"
     more = () if exact else ("error ratio: log-prob", "entropy", "gradient", "median parameter")
     results = output.table(
-        f"{document['model']} in {document['dtype']}: a tree against separate rows through transformers",
+        f"{document['model']} in {document['dtype']}: a tree{_pieces(document)} against separate rows through "
+        "transformers",
         "batch",
         *("rows", "tokens", "unique", "log-prob", "bits equal", "entropy", "gradient", *more, ""),
     )

@@ -28,6 +28,7 @@ from harts.losses import Loss, LossConfig, LossInputs, LossMetrics, StepDenomina
 from harts.models import attach, detach
 from harts.models.attach import find_backbone
 from harts.models.fuse import fuse, unfuse
+from harts.models.memory import Memory
 from harts.models.recompute import keep_activations, recompute_activations
 from harts.ops import row_logprobs
 from harts.ops.kernels import Kernels
@@ -35,6 +36,7 @@ from harts.ops.logprobs.indices import targets_of_tokens
 from harts.ops.rows import gather_rows
 from harts.plan import Plan, make_plan
 from harts.slots import Microbatch, lay_out
+from harts.testing.in_memory import run_in_memory
 from harts.train.step import LIKELIHOOD, Accumulated, StepPlan, accumulate
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree, Share
@@ -63,6 +65,8 @@ class Setting:
         recompute: every layer's activations are computed again in the backward.
         keep_attention: outputs of full attention are then kept; not in the arm plain.
         cost_model: what the plans balance; None: rows.
+        memory: most bytes on the device; then an arm runs its whole batch in one call, in pieces and with recomputation
+            as they fit it best (`harts.testing.in_memory`). None: as the rest says.
     """
 
     token_budget: int
@@ -71,6 +75,7 @@ class Setting:
     recompute: bool = False
     keep_attention: bool = False
     cost_model: CostModel | None = None
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +135,8 @@ def prepare(
     start = time.perf_counter()
     tree = PrefixTree.build(trajectories, share=ARMS[arm])
     built = time.perf_counter()
-    plan = make_plan(tree, token_budget=setting.token_budget, cost_model=setting.cost_model)
+    budget = setting.token_budget if setting.memory is None else 2 * tree.num_tokens  # more than rows and replayed ones
+    plan = make_plan(tree, token_budget=budget, cost_model=setting.cost_model)
     planned = time.perf_counter()
     microbatches: list[Microbatch] = []
     if arm == "plain":
@@ -151,6 +157,7 @@ def run_step(
     kernels: Kernels | None = None,
     weights_B: Sequence[float] | None = None,
     most: int | None = None,
+    memory: Memory | None = None,
 ) -> Tensor:
     """Forward and backward of every microbatch; gradients are left in the model.
 
@@ -162,6 +169,7 @@ def run_step(
         kernels: implementations of the ops.
         weights_B: a weight per trajectory; None: 1.
         most: run only this many microbatches.
+        memory: of `Setting`.
 
     Returns:
         Log-probs of all tokens of the batch's trajectories, in their order, [N], fp64, on the CPU; 0 where none ran.
@@ -182,8 +190,11 @@ def run_step(
     if batch.arm == "shuffled":
         microbatches = microbatches[::-1]
     step = dataclasses.replace(batch.step, microbatches=microbatches)
-    run = _accumulate_plain if batch.arm == "plain" else accumulate
-    logprobs = run(model, step, loss, kernels=kernels).logprobs
+    if memory is None:
+        run = _accumulate_plain if batch.arm == "plain" else accumulate
+        logprobs = run(model, step, loss, kernels=kernels).logprobs
+    else:
+        logprobs = run_in_memory(model, step, memory, kernels)
     scores_N = torch.zeros(batch.tree.num_tokens, dtype=torch.float64)
     values = torch.cat(list(logprobs.values())).cpu()  # at the end, in one copy that waits for the device
     lengths = [len(trajectories[index]) for index in logprobs]

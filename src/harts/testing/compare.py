@@ -11,7 +11,8 @@ Shape suffixes: B trajectories, N tokens of all of them, L tokens of the longest
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from harts.layout import PackedTree, pack
 from harts.models import attach, detach, score_tree
 from harts.models.attach import find_backbone
+from harts.models.memory import Memory
 from harts.ops.kernels import Kernels
 from harts.testing.fp64 import all_fp64
 from harts.testing.judging import ERROR_RATIO, FP64_GRAD, FP64_LOGPROB, Comparison, Scores, judge, pool
@@ -40,8 +42,10 @@ def compare(
     share: Share = "tree",
     kernels: Kernels | None = None,
     seed: int = 0,
+    token_budget: int | None = None,
+    memory: Memory | None = None,
 ) -> Comparison:
-    """Runs a batch both ways, forward and backward, as one microbatch.
+    """Runs a batch both ways, forward and backward, as one microbatch or in pieces.
 
     Args:
         model: of a supported family, attached or not; it is copied and left as it is. The copies are in evaluation
@@ -51,6 +55,7 @@ def compare(
         dtype: of the copies' parameters; None takes the model's.
         share: what the tree merges.
         kernels: implementations of the ops.
+        token_budget, memory: of the tree's pieces, as `harts.logprobs` takes them; None: it runs whole.
         seed: of the weights in the loss; the three after it are drawn too where a law on gradients seems not to hold.
 
     Raises:
@@ -63,9 +68,10 @@ def compare(
         raise ValueError(f"dtype: expected float64, float32 or bfloat16, got {dtype}")
     trajectories = [dataclasses.replace(each, routes=None) for each in trajectories]
     packed = pack(PrefixTree.build(trajectories, share=share), device=next(model.parameters()).device)
-    result = _compare(model, trajectories, packed, dtype, share, kernels, range(seed, seed + 1))
+    run = functools.partial(score_packed, packed=packed, kernels=kernels, token_budget=token_budget, memory=memory)
+    result = _compare(model, trajectories, packed, dtype, share, run, range(seed, seed + 1))
     if not result.ok and dtype != torch.float64:
-        result = _compare(model, trajectories, packed, dtype, share, kernels, range(seed, seed + _DRAWS))
+        result = _compare(model, trajectories, packed, dtype, share, run, range(seed, seed + _DRAWS))
     return result
 
 
@@ -75,12 +81,12 @@ def _compare(
     packed: PackedTree,
     dtype: torch.dtype,
     share: Share,
-    kernels: Kernels | None,
+    run: Callable[..., Scores],
     seeds: range,
 ) -> Comparison:
     plain = _cast(detach(copy.deepcopy(model)).eval(), dtype)
     attach(plain)
-    tree = pool([score_packed(plain, packed, kernels=kernels, seed=seed) for seed in seeds])
+    tree = pool([run(plain, seed=seed) for seed in seeds])
     detach(plain)
     rows = batched = exact = pool([score_rows(plain, trajectories, seed=seed) for seed in seeds])
     if dtype != torch.float64:
@@ -98,24 +104,45 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype)
 
 
-def score_packed(model: nn.Module, packed: PackedTree, *, kernels: Kernels | None = None, seed: int = 0) -> Scores:
-    """Log-probs, entropies and gradients through HARTS.
+def score_packed(
+    model: nn.Module,
+    packed: PackedTree,
+    *,
+    kernels: Kernels | None = None,
+    seed: int = 0,
+    token_budget: int | None = None,
+    memory: Memory | None = None,
+) -> Scores:
+    """Log-probs, entropies and gradients through HARTS; `.grad` of the parameters is left as it was.
 
     Args:
         model: attached, on the device of `packed`. An fp64 model runs wholly in fp64.
         packed: the batch.
         kernels: implementations of the ops.
         seed: of the weights in the loss.
+        token_budget, memory: as for `harts.logprobs`.
     """
     weights_2N = _loss_weights(packed.loss_mask_N, seed)
     names, parameters = _trainable(model)
     with _precision(parameters[0].dtype):
-        scores = score_tree(model, packed, entropy=True, kernels=kernels)
+        scores = score_tree(model, packed, entropy=True, kernels=kernels, token_budget=token_budget, memory=memory)
         logprobs_N, entropy_N = scores.logprobs_N, scores.entropy_N
         assert entropy_N is not None, "it was asked for"
         loss = (weights_2N.to(logprobs_N) * torch.stack([logprobs_N, entropy_N])).sum()
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        grads = _gradients(loss, parameters)
     return Scores(logprobs_N.detach(), entropy_N.detach(), _by_name(names, parameters, grads))
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """By a backward into `.grad`, which is where a tree in pieces leaves them."""
+    held = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = None
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = [each.grad for each in parameters]
+    for each, before in zip(parameters, held, strict=True):
+        each.grad = before
+    return found
 
 
 def score_rows(model: nn.Module, trajectories: Sequence[Trajectory], *, seed: int = 0, batch_rows: int = 1) -> Scores:

@@ -8,6 +8,7 @@ FLOPs, without replayed and recomputed rows. Slow code makes an efficiency (spee
 and rows/s stand beside it.
 """
 
+import dataclasses
 import hashlib
 import math
 import time
@@ -23,6 +24,7 @@ from harts.cost import Counts, count
 from harts.flops import flop_limit, flops, forward_flops
 from harts.models.attach import find_backbone
 from harts.testing.arms import ARMS, Arm, Batch, Setting, prepare, run_step, set_up
+from harts.testing.in_memory import Chosen, choose
 from harts.trajectory import Trajectory
 from harts.tree import PrefixTree
 
@@ -50,6 +52,7 @@ class ArmResult:
         bitwise_equal: fraction of trained tokens whose log-prob has the same bits there.
         compared_with: that arm; the arm itself where no other is to compare with.
         same_again: whether all turns gave the same bits; None with one turn.
+        chosen: how it ran within the memory of the setting; None where that gives none.
         digest: of all log-probs of trained tokens in fp32, to compare runs of different processes.
     """
 
@@ -67,6 +70,7 @@ class ArmResult:
     compared_with: Arm
     same_again: bool | None
     digest: str
+    chosen: Chosen | None = None
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -174,8 +178,9 @@ def measure(
         keep: called with what there is after each run.
 
     Raises:
-        ValueError: an arm is unknown, `turns` < 1, nothing is trained, the budget is too small, the model or a token
-            id does not fit, or the arm plain is to run recorded routes, which it cannot force.
+        ValueError: an arm is unknown, or cannot run within a memory (shuffled, plain), `turns` < 1, nothing is trained,
+            the budget or the memory is too small, the model or a token id does not fit, or the arm plain is to run
+            recorded routes, which it cannot force.
     """
     _check(trajectories, setting, arms, turns)
     stop = time.monotonic() + seconds
@@ -200,6 +205,13 @@ def _check(trajectories: Sequence[Trajectory], setting: Setting, arms: Sequence[
         raise ValueError(f"measure: expected turns >= 1 and arms of {', '.join(ARMS)}, got {turns} and {list(arms)}")
     if not any(each.loss_mask.any() for each in trajectories):
         raise ValueError("trajectories: expected a trained token, got none; there is nothing to time")
+    if setting.memory is not None:
+        if not set(arms) <= set(_BASELINES):
+            raise ValueError(
+                f"arms: expected some of {', '.join(_BASELINES)} within a memory, got {', '.join(arms)}; the others do "
+                "not run in pieces"
+            )
+        return
     longest = max(map(len, trajectories))
     if longest > setting.token_budget:
         raise ValueError(
@@ -241,6 +253,7 @@ class _Bench:
         self.counts = {arm: count(PrefixTree.build(trajectories, share=ARMS[arm]), window) for arm in _BASELINES}
         self.runs: dict[Arm, _Runs] = {}
         self.left_out: dict[Arm, Literal["time", "memory"]] = {}
+        self.chosen: dict[Arm, Chosen] = {}
 
     def work(self, arm: Arm) -> float:
         """Model FLOPs of an arm."""
@@ -267,31 +280,44 @@ class _Bench:
 
     def warm_up(self, arm: Arm) -> None:
         """Compiles what has to be compiled, in the sizes that are timed: runs the arm's first microbatch."""
-        set_up(self.model, arm, self.setting)
-        batch = self._prepare(arm)
+        batch = self._set_up_and_prepare(arm)
         most = len(batch.plan.microbatches[0][0].trajectories) if arm == "plain" else 1
-        run_step(self.model, batch, kernels=self.setting.kernels, most=most)
+        run_step(self.model, batch, kernels=self.setting.kernels, most=most, memory=self.setting.memory)
         self.model.zero_grad(set_to_none=True)
 
     def run(self, arm: Arm) -> None:
         """Prepares and runs an arm once."""
-        set_up(self.model, arm, self.setting)
+        set_up(self.model, arm, self._setting_of(arm))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         start = self.now()
         batch = self._prepare(arm)
         ready = self.now()
-        scores_N = run_step(self.model, batch, kernels=self.setting.kernels)
+        scores_N = run_step(self.model, batch, kernels=self.setting.kernels, memory=self.setting.memory)
         stop = self.now()
         self.model.zero_grad(set_to_none=True)
         plan = batch.plan
-        new = _Runs(scores_N, len(batch.packed), plan.recomputed_rows, plan.replayed_rows)
+        microbatches = self.chosen[arm].pieces if arm in self.chosen else len(batch.packed)
+        new = _Runs(scores_N, microbatches, plan.recomputed_rows, plan.replayed_rows)
         runs = self.runs.setdefault(arm, new)
         runs.same &= torch.equal(scores_N, runs.scores_N)
         runs.steps.append(stop - ready)
         runs.prepared.append(ready - start)
         if self.device.type == "cuda":
             runs.peak_bytes = max(runs.peak_bytes or 0, torch.cuda.max_memory_allocated(self.device))
+
+    def _set_up_and_prepare(self, arm: Arm) -> Batch:
+        """The arm's batch; within a memory, how it runs is chosen the first time."""
+        set_up(self.model, arm, self._setting_of(arm))
+        batch = self._prepare(arm)
+        if self.setting.memory is not None and arm not in self.chosen:
+            (packed,) = batch.packed
+            self.chosen[arm] = choose(self.model, packed, self.setting.memory, self.setting.kernels)
+        return batch
+
+    def _setting_of(self, arm: Arm) -> Setting:
+        chosen = self.chosen.get(arm)
+        return self.setting if chosen is None else dataclasses.replace(self.setting, recompute=chosen.recompute)
 
     def _prepare(self, arm: Arm) -> Batch:
         return prepare(self.trajectories, arm, self.setting, device=self.device)
@@ -327,6 +353,7 @@ class _Bench:
             bitwise_equal=float((difference_M == 0).double().mean()),
             compared_with=other,
             same_again=runs.same if len(runs.steps) > 1 else None,
+            chosen=self.chosen.get(arm),
             digest=hashlib.sha256(ours_M.float().numpy().tobytes()).hexdigest()[:16],
             **runs.counts,
         )
