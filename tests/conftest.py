@@ -4,6 +4,8 @@ Kernels run on a GPU where there is one, else in Triton's interpreter, which has
 """
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def without_state_of_accelerate() -> Iterator[None]:
+    """Accelerate has one state a process, and refuses another precision than that of the test before."""
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

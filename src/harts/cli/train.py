@@ -46,7 +46,8 @@ def train(
     logging.disable_progress_bar()
     settings = TrainConfig.load(config, _changes(changes))
     if print_config:
-        typer.echo(fields.to_toml(settings.to_dict()), nl=False)
+        text = fields.to_toml(settings.to_dict())
+        output.PlainConsole(soft_wrap=True).print(text, end="", highlight=False)
         return
     if out is None:
         raise ValueError("harts train: expected a folder for what the run writes, got none; pass --out DIR")
